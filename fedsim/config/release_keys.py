@@ -98,16 +98,18 @@ def path_keys(config: RunConfig, *uses: str) -> dict[str, NamesPath]:
     return keys
 
 
-def text_options(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and value of each option that is a text, of code outside of fedsim and of metrics."""
+def text_options(config: RunConfig) -> list[tuple[str, str]]:
+    """Options that are strings, of metrics and of code outside of fedsim: their keys and values."""
     options = [("task.metrics", options) for _, options in config.task.named_metrics()]
     for table in _all_tables(config):
         if isinstance(table, Choice):
             options.append((table.key("options"), dict(table.options)))
-    for key, values in options:
-        for option, value in values.items():
-            if isinstance(value, str):
-                yield f"{key}.{option}", value
+    return [
+        (f"{key}.{option}", value)
+        for key, values in options
+        for option, value in values.items()
+        if isinstance(value, str)
+    ]
 
 
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -316,17 +316,17 @@ class Policy:
         for key, name, module in modules_named(config):
             if not self.code.allows(module):
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
-        values = {}
+        values = []  # two metrics may have options of one name
         for key, mark in path_keys(config).items():
             value = str(flat.get(key, ""))
             # Defaults are allowed: they name no private file.
             if mark.use != "operator" and not mark.is_name(value) and value != defaults.get(key):
-                values[key] = value
+                values.append((key, value))
         # The options of allowed code do not say which of them are paths.
-        values |= {key: text for key, text in text_options(config) if _may_be_path(text)}
+        values += [(key, text) for key, text in text_options(config) if _may_be_path(text)]
         # Compare real paths, since a symbolic link could lead out of an allowed directory.
         allowed = [os.path.realpath(self.directory / name) for name in self.files]
-        for key, value in values.items():
+        for key, value in values:
             path = Path(os.path.realpath(os.path.expanduser(value)))
             if value and not any(path.is_relative_to(directory) for directory in allowed):
                 raise _refusal(f"{key} is {value!r}; here it may lie in {list(self.files)}")

@@ -233,6 +233,13 @@ def test_options_of_allowed_code_that_are_paths_lie_where_the_owner_says(tmp_pat
         policy.check(config(model={"name": "my.nets:Net", "options": {"file": value}}))
 
 
+def test_every_metrics_options_are_checked_also_where_two_have_options_of_one_name(tmp_path):
+    policy = Policy.load(node(tmp_path, 'modules = ["my.metrics"]\nfiles = ["/allowed"]'))
+    metrics = 'my.metrics:A(file="/etc/shadow"), my.metrics:B(file="/allowed/b")'
+    with pytest.raises(FedsimError, match=r"task\.metrics\.file is '/etc/shadow'; here it may"):
+        policy.check(config(task={"metrics": metrics}))
+
+
 def test_a_run_says_where_state_is_kept_on_no_node_without_a_policy(monkeypatch, tmp_path):
     monkeypatch.delenv(NODE, raising=False)
     kept = config(client={"name": "adadp-lr", "state": "client", "state-dir": str(tmp_path)})
