@@ -235,17 +235,18 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     Works in the main thread of a POSIX process, where Flower's runtimes run clients; elsewhere no
     limit is set. It interrupts Python code, sleeping and waiting, but not a call into C that never
-    returns. Another timer, such as a node's own for its tasks, goes on: if it ends first, no limit
-    is set, and otherwise it has its remaining time when this one is over.
+    returns. A timer that is running already, such as a node's own for its tasks, continues: if it
+    expires first, no limit is set; otherwise it is set to its remaining time afterwards.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     try:
-        before = signal.getsignal(signal.SIGALRM)
-        others_seconds = signal.getitimer(signal.ITIMER_REAL)[0]
-        waits_for_own = before != signal.SIG_DFL and not others_seconds
-        # None: a handler that was installed from C, which could not be put back.
-        if before is None or waits_for_own or 0 < others_seconds <= seconds:
-            raise ValueError("the signal is another's")
+        handler = signal.getsignal(signal.SIGALRM)
+        outer_seconds, outer_interval = signal.getitimer(signal.ITIMER_REAL)
+        # None: a handler that was installed from C, which could not be restored. A handler without
+        # a timer may wait for an alarm from elsewhere.
+        is_foreign = handler is None or (handler != signal.SIG_DFL and not outer_seconds)
+        if is_foreign or 0 < outer_seconds <= seconds:
+            raise ValueError("SIGALRM is in use")
         signal.signal(signal.SIGALRM, _raise)
     except (ValueError, AttributeError):  # not the main thread; no such signal
         yield
@@ -255,10 +256,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if others_seconds:
-            left = others_seconds - (time.monotonic() - started)
-            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6))
+        signal.signal(signal.SIGALRM, handler)
+        if outer_seconds:
+            remaining = outer_seconds - (time.monotonic() - start)
+            signal.setitimer(signal.ITIMER_REAL, max(remaining, 1e-6), outer_interval)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

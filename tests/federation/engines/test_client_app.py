@@ -155,6 +155,13 @@ def test_a_limit_holds_beside_another_timer_which_goes_on(nodes_timer):
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
+def test_another_timer_that_repeats_goes_on_repeating(nodes_timer):
+    signal.setitimer(signal.ITIMER_REAL, 1000.0, 500.0)
+    with time_limit(10.0):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == 500
+
+
 def test_another_timer_that_ends_first_is_left_alone(nodes_timer):
     nodes_timer(1000.0)
     with time_limit(2000.0):
