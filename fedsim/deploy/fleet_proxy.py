@@ -13,6 +13,7 @@ has the server's certificate and key.
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
@@ -29,7 +30,7 @@ _PATHS = frozenset(
 # Flower cuts arrays into chunks of 20 MiB, so that no honest node sends more than this. Limited,
 # because bodies are held in memory.
 _LARGEST_BODY = 1 << 26
-# Of all connections together: who sends a body is not known before it has been passed on.
+# Limit of the bodies of all connections together: only the SuperLink can tell who sent a body.
 _LARGEST_BODIES = 1 << 30
 _CONNECTIONS = 256
 _SECONDS = 120.0
@@ -66,7 +67,7 @@ class FleetProxy:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._held = 0  # bytes of the bodies in memory
+        self._body_bytes = 0  # of all bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -88,27 +89,27 @@ class FleetProxy:
 
         headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
         path = scope["raw_path"].decode("ascii")
-        body = bytearray()
+        body = io.BytesIO()  # whose getvalue does not copy
         try:
             if status := await self._read_body(receive, body):
                 await _answer(send, status)
                 return
-            answer = await self._client.post(path, content=bytes(body), headers=headers)
+            answer = await self._client.post(path, content=body.getvalue(), headers=headers)
         except httpx.HTTPError:
             # The SuperLink is down; nodes retry.
             await _answer(send, 503)
             return
         finally:
-            self._held -= len(body)
+            self._body_bytes -= body.tell()
         headers = [
             (name, value) for name, value in answer.headers.raw if name.lower() in _KEPT_OF_ANSWER
         ]
         await _answer(send, answer.status_code, headers, answer.content)
 
-    async def _read_body(self, receive: Receive, body: bytearray) -> int:
-        """Append the request's body to ``body``; return 0, or the status of a refusal.
+    async def _read_body(self, receive: Receive, body: io.BytesIO) -> int:
+        """Write the request's body to ``body``; return 0, or the status of a refusal.
 
-        After a 503 nodes try again.
+        After a 503, nodes retry.
         """
         more = True
         while more:
@@ -116,14 +117,12 @@ class FleetProxy:
                 message = await asyncio.wait_for(receive(), _SECONDS)
             except TimeoutError:
                 return 503
-            piece = message.get("body", b"")
-            body += piece
-            self._held += len(piece)
+            self._body_bytes += body.write(message.get("body", b""))
             more = message.get("more_body", False)
             # Count the bytes received, since the announced length may be too small or missing.
-            if message["type"] != "http.request" or len(body) > _LARGEST_BODY:
+            if message["type"] != "http.request" or body.tell() > _LARGEST_BODY:
                 return 413
-            if self._held > _LARGEST_BODIES:
+            if self._body_bytes > _LARGEST_BODIES:
                 return 503
         return 0
 

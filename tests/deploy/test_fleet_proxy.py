@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import re
+import tracemalloc
 from pathlib import Path
 
 import httpx
@@ -159,3 +160,35 @@ def test_bodies_of_all_connections_together_are_limited(monkeypatch):
 
     assert asyncio.run(go()) == [503, 503, 200]
     assert len(superlink.heard) == 1
+
+
+def test_a_body_is_in_memory_once_while_it_is_passed_on():
+    """It was there twice, so that bodies could take twice the memory that they are limited to."""
+    size, pieces = 1 << 24, 16
+    memory = []
+
+    class Inner:
+        async def post(self, path, content, headers):
+            memory.append(tracemalloc.get_traced_memory()[0])
+            assert len(content) == size
+            return httpx.Response(200)
+
+    async def go():
+        sizes = [size // pieces] * pieces
+
+        async def receive():
+            body = b"x" * sizes.pop()
+            return {"type": "http.request", "body": body, "more_body": bool(sizes)}
+
+        async def send(message): ...
+
+        scope = {"type": "http", "method": "POST", "raw_path": b"/v1/fleet/push-object",
+                 "query_string": b"", "headers": []}  # fmt: skip
+        await FleetProxy(Inner())(scope, receive, send)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(go())
+    finally:
+        tracemalloc.stop()
+    assert size <= memory[0] < 1.5 * size
