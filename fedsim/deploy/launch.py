@@ -6,7 +6,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,8 @@ class _Rows:
             end = Ending.read(directory.path) if directory.done.is_file() else None
         finally:
             if self._requested:
-                request.unlink(missing_ok=True)
+                with suppress(OSError):
+                    request.unlink()
             elif self._callbacks.stopped is not None:
                 self._warn_of_stop("it wrote nothing on this machine")
             self._callbacks.on_end(self._status(directory, end))
@@ -235,18 +236,17 @@ class _Rows:
                     self._round, self._row = int(row["round"]), row
                     self._callbacks.on_round(self._status(directory))
         if self._callbacks.stopped and not self._requested and directory.path.is_dir():
-            # The ServerApp stops the run itself, at the end of a round: Flower would end it at
-            # once, and the ledger would not be charged for a decision that depends on what was
-            # released.
+            # The ServerApp stops the run itself, at the end of a round. Flower would end it at
+            # once, without charging the ledger for a decision that depends on what was released.
             self._requested = True
             try:
                 durable.replace(request, self._callbacks.stopped.encode(errors="replace"))
             except OSError as error:
-                self._warn_of_stop(f"{request} cannot be written: {error.strerror}")
+                self._warn_of_stop(f"{request} cannot be written ({error.strerror})")
 
     def _warn_of_stop(self, obstacle: str) -> None:
         _log.warning(
-            "A callback asked to stop the run (%s), which continued: %s.",
+            "A callback asked to stop the run (%s), but it continued, since %s.",
             self._callbacks.stopped,
             obstacle,
         )

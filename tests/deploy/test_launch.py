@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from pathlib import Path
 from typing import Any
@@ -137,18 +138,37 @@ def test_callbacks_of_a_federations_run_are_called_and_ask_its_server_to_stop(
     assert "asked to stop" not in caplog.text
 
 
+class Impatient(Watcher):
+    def on_start(self, status: RunStatus) -> bool:
+        return True
+
+
 def test_a_stop_that_cannot_reach_the_server_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Impatient(Callback):
-        def on_start(self, status: RunStatus) -> bool:
-            return True
-
     callbacks = Callbacks.numbered([Impatient()])
     rows = launch._Rows(MagicMock(config=RunConfig(), uncovered=()), callbacks, None)
     with rows.watch(RunDirectory(tmp_path / "elsewhere"), 7) as poll:
         poll()
     assert caplog.text.count("asked to stop the run (Impatient has stopped it)") == 1
+
+
+def test_a_stop_on_a_file_system_that_is_only_read_is_warned_of_and_the_run_followed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*arguments: Any, **keywords: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(launch.durable, "replace", refuses)
+    monkeypatch.setattr(Path, "unlink", refuses)
+    watcher = Impatient()
+    resolved = MagicMock(config=RunConfig(), uncovered=())
+    rows = launch._Rows(resolved, Callbacks.numbered([watcher]), None)
+    with rows.watch(RunDirectory(tmp_path), 7) as poll:
+        poll()
+        poll()
+    assert caplog.text.count("Read-only file system") == 1
+    assert watcher.calls == [("end", 0, None)]
 
 
 def test_callbacks_of_a_run_that_fails_when_it_is_resumed_get_no_earlier_ending(
