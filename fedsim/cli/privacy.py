@@ -252,8 +252,8 @@ def _make_key(path: Path) -> None:
 
 def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_json: bool) -> None:
     """Compare a run's files with its ledger; exit status 1 if they differ."""
-    ledger = None if run is None or not run.is_dir() else run / "ledger.jsonl"
-    if run is None or ledger is None or not (ledger.is_file() or archived(ledger)):
+    ledger = (run or Path()) / "ledger.jsonl"
+    if run is None or not run.is_dir() or not (ledger.is_file() or archived(ledger)):
         raise FedsimError(
             f"--verify {run or ''} checks a run, which has a ledger.jsonl; name its directory, "
             "such as runs/digits."

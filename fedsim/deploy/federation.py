@@ -92,8 +92,8 @@ class Federation:
         Raises
         ------
         FedsimError
-            If the directory has a federation or a file of a federation's name already, or an
-            argument is not allowed; nothing is written.
+            If an argument is not allowed, or the directory already contains a federation or a file
+            that a federation would write to. Nothing is written then.
         """
         federation = cls(directory.absolute(), tuple(hosts), nodes, port, fleet_port, insecure)
         federation._check_settings(days)
@@ -182,22 +182,23 @@ class Federation:
                     f"--host is {host!r}; it must be an IP address, or a name of letters a to z, "
                     "digits, '-', '_' and '.', without a port."
                 )
-        for flag, value, most in (
-            *(("--port", self.port, 65535), ("--fleet-port", self.fleet_port, 65535)),
+        for flag, value, limit in (
+            ("--port", self.port, 65535),
+            ("--fleet-port", self.fleet_port, 65535),
             ("--days", days, 36500),
         ):
-            if not 1 <= value <= most:
-                raise FedsimError(f"{flag} is {value}; it must be from 1 to {most}.")
+            if not 1 <= value <= limit:
+                raise FedsimError(f"{flag} is {value}; it must be from 1 to {limit}.")
         if self.port == self.fleet_port:
             raise FedsimError(f"--port and --fleet-port are both {self.port}; they must differ.")
 
     def _check_free(self) -> None:
-        """Refuse a directory with anything that a federation would write over."""
+        """Refuse a directory that contains anything that a federation would overwrite."""
         directory = self.directory
         try:
             str(directory).encode()
-        except UnicodeEncodeError:  # the parties' TOML files could not name it
-            raise FedsimError(f"{str(directory)!r} is no path in UTF-8; it must be one.") from None
+        except UnicodeEncodeError:  # TOML files, which are in UTF-8, could not contain it
+            raise FedsimError(f"the path {str(directory)!r} is not valid UTF-8.") from None
         if directory.exists() and not directory.is_dir():
             raise FedsimError(f"{directory} is a file; a federation is a directory.")
         if (directory / _FEDERATION_TOML).exists():
@@ -256,7 +257,7 @@ class Federation:
 
 
 def _is_host(host: str) -> bool:
-    """Whether this is an IP address, or may be a host's name."""
+    """Whether this is an IP address, or could be the name of a host."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

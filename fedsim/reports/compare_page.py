@@ -32,18 +32,19 @@ _MOST_KEYS = 4  # in a group's label
 def compare_page(records: Sequence[RunRecord]) -> str:
     """The page of several runs, as one self-contained HTML file."""
     groups = grouped(records)
-    averaged = [_averaged(group) for group in groups]
+    # Means are taken over the runs that have ended, if a group has any.
+    ended_groups = [group.ended if group.ended.records else group for group in groups]
     return render(
         "compare.html",
         title=f"{len(records)} runs compared" if len(records) > 1 else "1 run",
         summary=_summary(records, groups),
-        several_seeds=any(len(group.seeds) > 1 for group in groups),
-        several_runs=any(len(group.records) > 1 for group in groups),
+        several_seeds=any(len(group.seeds) > 1 for group in ended_groups),
+        several_runs=any(len(group.records) > 1 for group in ended_groups),
         several_private=sum(record.last("epsilon") is not None for record in records) > 1,
-        left_out=len(records) - sum(len(group.records) for group in averaged),
-        diverged=sum(_diverged(record) for group in averaged for record in group.records),
-        results=_results(averaged),
-        curves=_curves(averaged),
+        left_out=len(records) - sum(len(group.records) for group in ended_groups),
+        diverged=sum(_diverged(record) for group in ended_groups for record in group.records),
+        results=_results(ended_groups),
+        curves=_curves(ended_groups),
         differences=_differences(groups),
         runs=_every_run(records),
     )
@@ -74,11 +75,6 @@ def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
         )
         for group, label in zip(groups, labels, strict=True)
     ]
-
-
-def _averaged(group: SeedGroup) -> SeedGroup:
-    """The runs over which a group's means are taken: those that have ended, if there are any."""
-    return group.ended if group.ended.records else group
 
 
 def _objects(record: RunRecord) -> Scalar:

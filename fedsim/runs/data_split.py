@@ -86,16 +86,15 @@ def resolve_data(
     overrides.refuse_missing(config)
     data, device = config.data, device_of(config)
     private = config.protects
-    dataset = overrides.data
-    if dataset is None:
+    if overrides.data is None:
         dataset = (load or load_dataset)(config)
     else:
-        dataset = dataset.ranged(data.train, data.test).checked(protected=private)
-    if overrides.data is not None and data.normalize and dataset.mean is None:
-        raise FedsimError(
-            "data.normalize is true, but data= has no mean and std; leave it false, or give them "
-            "there (mean and std, or normalize=True of fedsim.datasets.from_table)."
-        )
+        dataset = overrides.data.ranged(data.train, data.test).checked(protected=private)
+        if data.normalize and dataset.mean is None:
+            raise FedsimError(
+                "data.normalize is true, but data= has no mean and std; leave it false, or give "
+                "them there (mean and std, or normalize=True of fedsim.datasets.from_table)."
+            )
     partition = _partition(config, overrides)
     if private:
         refuse_properties_of_protected_data(dataset, partition)

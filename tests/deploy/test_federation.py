@@ -127,7 +127,7 @@ def test_a_directory_with_files_of_a_federations_names_is_left_alone(tmp_path, n
 
 
 def test_a_directory_that_no_toml_file_can_name_is_refused(tmp_path):
-    with pytest.raises(FedsimError, match="no path in UTF-8"):
+    with pytest.raises(FedsimError, match="is not valid UTF-8"):
         Federation.create(tmp_path / "fed\udcff")
     assert not list(tmp_path.iterdir())
 
