@@ -176,7 +176,7 @@ def write_client_data(
     path_of : callable
         Maps a client's id to the path of its ``.npz``.
     data : RunData, optional
-        What `data_to_write` returns for this config, if it was called before.
+        Result of `data_to_write` for this config, if it has been called already.
 
     Returns
     -------

@@ -120,7 +120,7 @@ class _Log(Callback):
 
 
 class _Submitter(Callback):
-    """Stops the run once the process that submitted it has written a request to this file."""
+    """Stops the run once ``request``, a file that the submitting process may write, exists."""
 
     def __init__(self, request: Path) -> None:
         self._request = request

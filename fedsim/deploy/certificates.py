@@ -82,7 +82,7 @@ class Authority:
             Certificate and private key, as PEM.
         """
         key = ec.generate_private_key(ec.SECP384R1())
-        # A common name has at most 64 characters; the alternative names below are what counts.
+        # A common name has at most 64 characters; clients check the alternative names instead.
         builder = _builder(_name(hosts[0][:64]), self.certificate.subject, key.public_key(), days)
         authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         certificate = (

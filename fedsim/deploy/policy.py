@@ -316,7 +316,7 @@ class Policy:
         for key, name, module in modules_named(config):
             if not self.code.allows(module):
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
-        values = []  # two metrics may have options of one name
+        values = []  # pairs, since the options of two metrics may have the same key
         for key, mark in path_keys(config).items():
             value = str(flat.get(key, ""))
             # Defaults are allowed: they name no private file.
@@ -381,7 +381,7 @@ class Policy:
 
 
 def _may_be_path(text: str) -> bool:
-    """Whether an option may name a file outside of the current directory, or one that exists."""
+    """Whether an option could name a file outside the current directory, or one that exists."""
     return text[:1] in ("/", "~") or ".." in Path(text).parts or os.path.lexists(text)
 
 

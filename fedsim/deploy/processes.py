@@ -167,7 +167,7 @@ class Processes(Closed):
 
     def remove_at_end(self, directory: Path) -> None:
         """Have the janitor remove a directory after the processes have ended."""
-        # In JSON, since a path may have line breaks: half of it could be somebody else's directory.
+        # As JSON, since a path may contain line breaks, and its first line name another directory.
         self._command(f"remove {json.dumps(str(directory.absolute()))}")
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class Processes(Closed):
             If its port is in use, or if it ends before it listens, with the end of its log.
         """
         self.take_down(service.name)
-        # Otherwise whatever listens there, such as the same service elsewhere, would pass for it.
+        # Otherwise `wait_for_port` would take another process that listens there for the service.
         if service.port and busy_port([service.port]) is not None:
             raise FedsimError(
                 f"port {service.port} of {service.name} is in use; end what listens there."

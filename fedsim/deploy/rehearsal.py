@@ -135,7 +135,7 @@ class Rehearsal(Processes):
 
     def start_all(self) -> None:
         """Register the SuperNodes that are not registered yet, and start them all."""
-        # In order, so that an earlier process that was killed meanwhile has registered the first.
+        # They are registered in order: a process that was killed has registered the first ones.
         self.register(range(len(self.operator.nodes()), self.federation.nodes))
         for node in range(self.federation.nodes):
             self.start_node(node)

@@ -145,12 +145,13 @@ class Accounting:
 
     @property
     def _nonce(self) -> dict[str, str]:
-        """The nonce, where one run differs from another of equal settings."""
-        is_known = self.release is not None or self.randomness.seed is not None
-        return {} if is_known else {"nonce": self.nonce}
+        """The nonce by its name in `state`; empty if the release digest or seed identifies runs."""
+        needs_none = self.release is not None or self.randomness.seed is not None
+        return {} if needs_none else {"nonce": self.nonce}
 
     @property
     def _run(self) -> str | None:
+        """The run's id in the ledger's lines, which a release digest makes unnecessary."""
         if self.release:
             return None
         parts = [str(self.randomness.release), *self._nonce.values()]
@@ -210,12 +211,12 @@ class Accounting:
             )
 
     def stopping_after(self, rounds_done: int) -> Stopping:
-        """The plan after so many rounds, in a ledger that other runs may share."""
+        """`Stopping` after so many rounds, with the run's id in the ledger."""
         stopping = self.stopping.after(rounds_done)
         return replace(stopping, run=self._run) if stopping.rounds_left else stopping
 
     def charge_planned(self, rounds_done: int) -> None:
-        """Charge the planned rounds that are not made; a resumed run makes them at no cost."""
+        """Charge planned rounds that are not made; a resumed run makes them at no further cost."""
         stopping, budget = self.stopping_after(rounds_done), self._budget
         if budget is not None and stopping.max_epsilon is None:
             stopping = replace(stopping, max_epsilon=budget.epsilon, budget_delta=self.delta)
@@ -244,7 +245,7 @@ class Accounting:
         return f"; planned to end here, {so_far:.4g}" if so_far < cost.epsilon else ""
 
     def state(self) -> dict[str, Any]:
-        """The ledger's head, its lines if it is in memory only, and the run's nonce if any."""
+        """The ledger's head, its lines if it is in memory only, and the run's nonce, if any."""
         lines = {} if self.ledger.path is not None else self.ledger.state_dict()
         return {"head": self.ledger.head, **lines, **self._nonce}
 

@@ -234,10 +234,10 @@ evaluate_metrics_aggr_fn
         return self.ledger.statement(self.delta, stopping=stopping)
 
     def charge_planned(self) -> None:
-        """Charge planned rounds that are not made, where releases may have ended the run.
+        """Charge planned rounds that are not made, if releases may have ended the run.
 
-        `start` does so at its end, for the sake of other runs that share the ledger; call it
-        after a loop of your own. A run that is resumed makes these rounds at no further cost.
+        Other runs that share the ledger then count them. `start` calls this at its end; call it
+        after a loop of your own. A resumed run makes these rounds at no further cost.
         """
         self._accounting.charge_planned(self.rounds_done)
 

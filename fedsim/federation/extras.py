@@ -136,10 +136,11 @@ class SharedClientState(Extra):
                 self._final.setdefault(key.removeprefix(_STATE_PREFIX), []).extend(final)
 
     def finish(self, result: RoundResult) -> RoundResult:
-        """Average the final states; a state that no client reported keeps its last mean."""
-        # Names that a few clients made up would be stored, and sent to all clients from then on.
-        least = max(map(len, self._final.values()), default=0) / 2
-        final = {name: v for name, v in self._final.items() if v and len(v) >= least}
+        """Average the final states; one that too few clients reported keeps its last mean."""
+        # A state is left out if less than half as many clients reported it as the most frequent
+        # one: names that a few clients invent would be sent to all clients from then on.
+        minimum = max(map(len, self._final.values()), default=0) / 2
+        final = {name: v for name, v in self._final.items() if v and len(v) >= minimum}
         # fsum rounds once: the mean does not depend on the order of the replies.
         self.values |= {name: math.fsum(v) / len(v) for name, v in final.items()}
         self._final = {}

@@ -54,7 +54,7 @@ class PrivateEvaluation(ClientEvaluation):
         assert self.metrics.private is not None
         self.released = self.metrics.private
         self.plan = self.released.plan(self.rounds.plan.sampler, self.fraction)
-        # Whoever ends the run early has planned its evaluations too.
+        # If the run ends early, its planned evaluations are charged as its planned rounds are.
         self.rounds.stopping = replace(
             self.rounds.stopping,
             evaluation=self.plan.event(),

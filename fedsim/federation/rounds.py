@@ -142,7 +142,7 @@ class ResumableStrategy(Strategy):
             self.charge_planned()
 
     def charge_planned(self) -> None:
-        """Charge planned rounds that are not made, where releases may have ended the run."""
+        """Charge planned rounds that are not made, if releases may have ended the run."""
 
     def _log_round(
         self,

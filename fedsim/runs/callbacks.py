@@ -161,7 +161,7 @@ class Callbacks(Callback):
         return self._ask(lambda callback: callback.on_round(status))
 
     def on_end(self, status: RunStatus) -> None:
-        """Call all callbacks; the run has ended, whatever they return."""
+        """Call all callbacks; what they return has no effect."""
         for name in self._callbacks:
             with suppress(SystemExit):
                 self._call(name, methodcaller("on_end", status))
@@ -205,8 +205,8 @@ class Callbacks(Callback):
 
 
 def _checked(answer: Any) -> str | bool | None:
-    """A callback's answer; what is none would end the run if it is not empty or 0."""
-    if hasattr(answer, "item"):  # numpy's and torch's truth values
+    """A callback's answer; other objects are refused, since most are true and would end the run."""
+    if hasattr(answer, "item"):  # a truth value of NumPy or torch
         answer = answer.item()
     if not isinstance(answer, str | bool | None):
         raise FedsimError(

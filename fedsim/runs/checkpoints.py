@@ -95,7 +95,7 @@ class RunState:
     config : mapping of str to scalar
         The resolved config, flattened; a resumed run's must match it.
     first_config : mapping of str to scalar
-        The one with which the run began: a target epsilon was met for its number of rounds.
+        The config with which the run began, for whose rounds a target epsilon was calibrated.
     client_ledgers : mapping of client id to mapping
         `Ledger.state` of clients that protect their examples, if their ledgers are here.
     callbacks : Tree
@@ -138,7 +138,7 @@ class RunState:
                 f"the run's state has format {version}, and this fedsim reads {FORMAT}; resume the "
                 "run with the fedsim that began it, or begin another with --out."
             )
-        tree.setdefault("first_config", tree.get("config"))  # for runs of before it was noted
+        tree.setdefault("first_config", tree.get("config"))  # not in earlier checkpoints
         if tree.keys() != {part.name for part in fields(cls)}:
             raise ValueError(
                 "the run's state lacks entries, or has some that this version does not know."

@@ -18,7 +18,7 @@
     tensorboard/        event files, if `log.to` asks for them
     clients/            state of the clients on this machine
     archive/1/ ...      ledgers and configs of the runs that were overwritten here
-    stop-RUN_ID         why a callback stops a federation's run, from the process that submitted it
+    stop-RUN_ID         why to stop a federation's run, written by the process that submitted it
     .fedsim-run         marks the directory as a run's (see `RunLock`)
 
 A run claims a directory before it writes to it; only one run at a time can. Files of other names
@@ -156,8 +156,8 @@ class RunDirectory:
     def resumed(self, config_toml: str) -> Iterator[None]:
         """Lock the directory of a run to be resumed while the context lasts.
 
-        If the resumed run fails before it makes a round, the directory is put back as it was. So it
-        is if a finished run was signed, and there is no key to sign it again.
+        If the resumed run fails before it makes a round, the directory is put back as it was. The
+        same is done if a finished run was signed, and there is no key with which to sign it again.
 
         Raises
         ------
@@ -176,8 +176,8 @@ class RunDirectory:
                     for path in self._ending_files:
                         path.unlink(missing_ok=True)
                 yield
-                lost = self.signature in before and not self.signature.exists()
-                if lost and before[self.config] == config_toml.encode():
+                has_lost_signature = self.signature in before and not self.signature.exists()
+                if has_lost_signature and before[self.config] == config_toml.encode():
                     self._put_back(before, sizes)
             except BaseException:
                 self._put_back(before, sizes)
@@ -186,7 +186,7 @@ class RunDirectory:
             self._lock.release()
 
     def _put_back(self, before: Mapping[Path, bytes], sizes: Sequence[int]) -> None:
-        """Write files as they were, unless a round has been made since."""
+        """Write these files again, unless a round has been made since."""
         if self._round_file_sizes() == sizes:
             for path, content in before.items():
                 replace(path, content)

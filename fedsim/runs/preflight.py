@@ -138,13 +138,13 @@ def _second_softmax(resolved: Resolved) -> Iterator[str]:
 
 
 def _parameters_of_loss(resolved: Resolved) -> Iterator[str]:
-    """Warning if a loss has parameters of its own, which would stay as they are."""
+    """Warning if a loss has parameters that expect to be trained."""
     loss = resolved.trainer.loss
-    own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    if names := [name for name, parameter in own if parameter.requires_grad]:
+    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if names := [name for name, parameter in parameters if parameter.requires_grad]:
         yield (
-            f"Warning: task.loss has parameters ({', '.join(names)}), which are not trained: only "
-            "the model's are; make them the model's if they should be."
+            f"Warning: task.loss has parameters ({', '.join(names)}), which are not trained, since "
+            "only those of the model are; make them parameters of the model to train them."
         )
 
 

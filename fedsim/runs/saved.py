@@ -344,7 +344,8 @@ class SavedRun:
         defaults = RunConfig().to_run_config()
         settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
         settings |= {"data.name": data, "data.dir": self.config.data.dir}
-        if kind_of(data) != kind_of(self.config.data.name):  # which need not have the run's keys
+        if kind_of(data) != kind_of(self.config.data.name):
+            # Data of another kind does not take the keys that the run's kind has alone.
             own_keys = (key for key in self.config.to_run_config() if key.startswith("data."))
             settings |= {key: "" for key in own_keys if key not in defaults}
         if kind_of(data) == "files":  # such a file need not contain every class and token

@@ -204,7 +204,7 @@ class Session:
         return RunStatus(
             config=self.resolved.config,
             round=self.strategy.rounds_done,
-            # Copies, which callbacks may change.
+            # Shallow copies, whose entries callbacks may replace.
             row=dict(self._rows[-1]) if self._rows else {},
             arrays=same_arrays(self._current_arrays),
             protects=self.strategy.protects,
