@@ -99,9 +99,9 @@ def _table_of(key: Key) -> str:
 def _unknown(key: str, every: list[Key]) -> FedsimError:
     known = {k.name for k in every} | {_table_of(k) for k in every}
     known |= {f"{_table_of(k)}.{choice}" for k in every for choice in k.belongs_to}
-    close = [name for name in sorted(known) if name.endswith(f".{key}")]
-    close = close or difflib.get_close_matches(key, sorted(known), n=1)
-    hint = f" did you mean {one_of(tuple(close[:8]))}?" if close else ""
+    matches = [name for name in sorted(known) if name.endswith(f".{key}")]
+    matches = matches or difflib.get_close_matches(key, sorted(known), n=1)
+    hint = f" did you mean {one_of(tuple(matches[:8]))}?" if matches else ""
     return FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
 
 
