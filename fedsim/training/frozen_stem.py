@@ -24,9 +24,9 @@ MOST_BYTES = 2**30
 _LATEST: dict[bytes, dict[bytes, tuple[Tensor, Tensor]]] = {}
 """Cache of the outputs of the stem that was used last: by its digest, then by the data's digest.
 
-Beside the outputs are the examples that they belong to, in the order of their rows. The runs of a
-sweep differ in the layers behind the stem and in how examples are split, and computing
-the stem's outputs may take longer than training.
+An entry is a pair: the positions of examples in the data, and the outputs, a row for each. The runs
+of a sweep differ in the layers behind the stem and in how examples are split, and computing the
+stem's outputs may take longer than training.
 """
 
 # Modules whose output for an example is a function of that example alone.
@@ -104,10 +104,12 @@ def _fixed(module: nn.Module) -> bool:
 def _cached_outputs(
     stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """``examples``, perhaps others too, and their outputs; None if those would be too large."""
+    """These ``examples``, perhaps with others, and their outputs; None if those are too large."""
     row = stem(data.inputs(examples[:1], dtype))[0]
     if len(examples) * row.nbytes > MOST_BYTES:
         return None
+    if not all(map(is_torchs_own, stem.modules())):  # no digest tells what a hook does
+        return examples, _stem_outputs(row, stem, data, examples)
     # All settings of a layer: torch's repr leaves some out, such as a pooling's count_include_pad.
     settings = [
         (k, v)
@@ -123,15 +125,15 @@ def _cached_outputs(
         _LATEST.clear()
     cache = _LATEST.setdefault(digest, {})
     digest = _digest(data.x)
-    nothing = examples[:0], row.new_zeros(0, *row.shape)
-    known, outputs = cache.get(digest, nothing)
-    missing = examples[~torch.isin(examples, known)]
-    if len(missing) * row.nbytes + sum(o.nbytes for _, o in cache.values()) > MOST_BYTES:
+    empty = examples[:0], row.new_zeros(0, *row.shape)
+    entry = cache.get(digest, empty)
+    new = examples[~torch.isin(examples, entry[0])]
+    if len(new) * row.nbytes + sum(outputs.nbytes for _, outputs in cache.values()) > MOST_BYTES:
         cache.clear()
-        missing, (known, outputs) = examples, nothing
-    if len(missing):
-        computed = _computed(row, stem, data, missing)
-        cache[digest] = torch.cat([known, missing]), torch.cat([outputs, computed])
+        new, entry = examples, empty
+    if len(new):
+        outputs = _stem_outputs(row, stem, data, new)
+        cache[digest] = torch.cat([entry[0], new]), torch.cat([entry[1], outputs])
     return cache[digest]
 
 
@@ -143,7 +145,7 @@ def _digest(*tensors: Tensor, label: str = "") -> bytes:
     return digest.digest()
 
 
-def _computed(row: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> Tensor:
+def _stem_outputs(row: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> Tensor:
     """The stem's outputs for these ``examples``, each of the shape and dtype of ``row``."""
     width = 256 if data.x.is_cuda else 1
     is_reordered = not data.x.is_cuda and takes_channels_last(stem.modules())

@@ -85,6 +85,19 @@ def test_a_model_whose_hooks_would_be_lost_is_not_split() -> None:
     assert behind_frozen_stem(model, data) == (model, data)
 
 
+def test_layers_that_differ_in_a_hook_share_no_outputs() -> None:
+    data = clients()
+    for has_hook in (True, False):
+        model = stemmed()
+        if has_hook:
+            model[0].register_forward_pre_hook(doubled)
+        rest, outputs = behind_frozen_stem(model, data)
+        inputs, found = (
+            of.inputs(torch.from_numpy(of.indices[2]), torch.float64) for of in (data, outputs)
+        )
+        torch.testing.assert_close(rest(found), model(inputs))
+
+
 def test_layers_that_differ_in_a_setting_that_torch_does_not_show_share_no_outputs() -> None:
     data = clients()
     for counted in (True, False):
@@ -101,14 +114,14 @@ def test_layers_that_differ_in_a_setting_that_torch_does_not_show_share_no_outpu
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many examples each call of the stem is for, with nothing kept at first."""
     counts: list[int] = []
-    through = module._computed
+    through = module._stem_outputs
 
     def counted(row: Tensor, stem: nn.Module, data: ClientData, examples: Tensor) -> Tensor:
         counts.append(len(examples))
         return through(row, stem, data, examples)
 
     monkeypatch.setattr(module, "_LATEST", {})
-    monkeypatch.setattr(module, "_computed", counted)
+    monkeypatch.setattr(module, "_stem_outputs", counted)
     return counts
 
 
