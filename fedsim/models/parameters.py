@@ -238,18 +238,20 @@ def refuse_other_than_numbers(model: nn.Module) -> None:
 def refuse_gradient_hooks(model: nn.Module) -> None:
     """Refuse hooks on the gradients of trained parameters.
 
-    A copy of the model does not have them, and only autograd on the parameters themselves, which
-    few paths use, calls them.
+    A copy of the model lacks them, and they are called only where autograd runs on the parameters
+    themselves, as on few paths.
 
     Raises
     ------
     FedsimError
+        Naming the first such parameter.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter._backward_hooks:
+        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if parameter.requires_grad and any(hooks):
             raise FedsimError(
-                f"the model's {name} has a hook on its gradient (register_hook), which would not "
-                "be called; it must have none: a mask belongs in the forward."
+                f"the model's {name} has a hook on its gradient (register_hook, say), which would "
+                "not be called; it must have none: a mask belongs in the forward."
             )
 
 

@@ -230,9 +230,10 @@ def test_a_model_that_writes_to_its_inputs_is_not_taken_for_one_that_remembers()
     assert not hidden_draws(Centring(12, 3), data.x[:4].clone()).training
 
 
-def test_a_hook_on_a_gradient_which_few_paths_would_call_is_refused():
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_which_few_paths_would_call_is_refused(method):
     model = nn.Linear(6, 3)
-    model.weight.register_hook(lambda gradient: 0 * gradient)
+    getattr(model.weight, method)(lambda gradient: 0 * gradient)
     with pytest.raises(FedsimError, match="the model's weight has a hook on its gradient"):
         Trainer(model, SGD(lr=0.1), make_data(SIZES), randomness=Randomness(1))
 
