@@ -18,9 +18,9 @@ another: each takes all its steps while its row is in the cache.
 The first two paths pad all batches of a block to one width, by copies of a batch's own examples
 with weight 0. They are for models and losses that have been read and treat each example by itself
 (`fedsim.training.structure`). All others take the plain path, which gives a model its real batches
-and nothing else. So does a model that draws random numbers itself (dropout), since torch's
-generator serves one client at a time (`fedsim.training.side_effects`). Per-example gradients, for
-example-level privacy, have methods of their own (`fedsim.training.paths.examples`).
+and nothing else. So does a model that draws random numbers itself (dropout), or whose loss does,
+since torch's generator serves one client at a time (`fedsim.training.side_effects`). Per-example
+gradients, for example-level privacy, have methods of their own (`fedsim.training.paths.examples`).
 
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
 here. Exceptions are convolutions on the layered path, an algorithm that does not say which of its
@@ -111,8 +111,8 @@ class TrainedModel:
     reading : Reading
         What was read of the model, in training mode, and of the loss.
     plain_only : bool
-        Whether it must run for one client at a time: it draws random numbers, from torch's one
-        generator, or records statistics of its batches.
+        Whether it must run for one client at a time: it or its loss draws random numbers, from
+        torch's one generator, or it records statistics of its batches.
     program : Program or None
         The model program; None if it is no such chain of layers, or is ``plain_only``.
     """
@@ -188,7 +188,8 @@ def choose(name: PathName, trained: TrainedModel, device: torch.device) -> Path:
         refused_model = f"a model or a loss that may look across a batch ({reading.why})"
         if trained.plain_only:
             refused_model = (
-                "a model that draws random numbers (dropout, say) or keeps statistics of batches"
+                "a model that draws random numbers (dropout, say), or whose loss does, or that "
+                "keeps statistics of batches"
             )
         raise FedsimError(
             f"client.path = '{name}' does not take {refused_model}; allowed here: 'auto', 'plain'."
@@ -210,13 +211,14 @@ def choose(name: PathName, trained: TrainedModel, device: torch.device) -> Path:
     small = func.aligned and _row_bytes(trained.packing) <= SMALL_BYTES
     if name == "plain" or (name == "auto" and device.type != "cuda" and not small):
         return plain
-    if _takes(func, trained.data):
+    if (error := _vmap_error(func, trained.data)) is None:
         return func
     if name == "func":
         raise FedsimError(
-            f"client.path = 'func' does not take this {kind} with this loss, as torch.func.vmap "
-            "takes no branches on values, for example. Allowed here: 'auto', 'plain'."
+            f"client.path = 'func' does not take this {kind} with this loss "
+            f"({error}); allowed here: 'auto', 'plain'."
         )
+    _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
     return plain
 
 
@@ -257,15 +259,15 @@ def _can_compile() -> bool:
 
 
 @torch.no_grad()
-def _takes(path: FuncPath, data: ClientData) -> bool:
-    """Whether func can take the model: `vmap` does not support branches on values, for example."""
+def _vmap_error(path: FuncPath, data: ClientData) -> str | None:
+    """What `vmap` raises for the model and its loss: for branches on values, for example."""
     dtype, example = path.packing.layout.dtype, data.one_example(protected=True)
     if example is None:
-        return True
+        return None
     index = torch.zeros(2, 2, dtype=torch.int64, device=example.x.device)
     theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
-        with redirect_stderr(StringIO()):  # a graph that fails prints a traceback
+        with redirect_stderr(StringIO()):  # torch.fx prints a traceback if its graph fails
             # A copy: what it caches at its first call cannot be pickled.
             replace(path).gradient(
                 theta,
@@ -274,9 +276,8 @@ def _takes(path: FuncPath, data: ClientData) -> bool:
                 theta.new_zeros(2, 2),
             )
     except RuntimeError as error:
-        _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
-        return False
-    return True
+        return str(error).partition("\n")[0]
+    return None
 
 
 def most_clients(
