@@ -306,6 +306,7 @@ def check_statistics(
             f"model module '{layer}' keeps running statistics; they and its parameters must be "
             "among what is trained (model.trainable) and what clients keep (model.personal)."
         )
+    algorithm = copy.deepcopy(algorithm)  # it may keep state of its own
     state = algorithm.sample(1)
     for index in range(_STEPS):
         if algorithm.point(state) is not state["theta"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -347,6 +348,21 @@ def test_batch_norm_is_kept_with_its_running_statistics_as_torchs_own(
 def test_batch_norm_that_no_client_could_keep_is_refused(make, words: str) -> None:
     with pytest.raises(FedsimError, match=words):
         make()
+
+
+@dataclass(frozen=True)
+class Listing(SGD):
+    """Keeps a list of its steps."""
+
+    steps: list[int] = field(default_factory=list)
+
+    def step(self, state, gradient, at):
+        self.steps.append(at.index)
+        super().step(state, gradient, at)
+
+
+def test_the_check_for_statistics_makes_its_steps_by_a_copy_of_the_algorithm() -> None:
+    assert fedbn(Listing()).algorithm.steps == []
 
 
 class NormalisedTwice(nn.Module):
