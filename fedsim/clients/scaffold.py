@@ -181,9 +181,10 @@ class PrivateScaffold(Scaffold):
         state: State = dict.fromkeys(("moved", "speed"), torch.zeros((), dtype=torch.float64))
         for k in range(self.steps):
             self.add_distance(state, 1.0, self.lr * self.schedule(Step(means.round, k)))
-        if not float(state["moved"]):  # a schedule that has come to 0: clients keep their variates
+        moved = float(state["moved"])
+        if not moved:  # a learning rate of 0 (a schedule's end): clients keep their variates
             return Combined(means.update, means.received)
-        control = means.received["control"] + means.update / float(state["moved"])
+        control = means.received["control"] + means.update / moved
         return Combined(
             means.update, {"control": means.received["control"] - means.share * control}
         )

@@ -72,7 +72,7 @@ class Arrays:
         Raises
         ------
         TypeError, ValueError, OverflowError
-            If a statistic or a declared number is not numbers, or not one.
+            If a statistic is not numbers, or a declared number is not one whole number.
         """
         for name in (*STATISTICS, *DECLARED):
             if name in arrays:
@@ -158,7 +158,6 @@ def read_folder(path: Path) -> Arrays:
             # "c" is copy-on-write: torch requires writable memory, and writes never reach the file.
             arrays[name] = np.lib.format.open_memmap(regular_files.require(file), mode="c")
             _expect_batches(arrays[name])
-            _require_small(name, arrays[name].shape)
     except Exception as error:
         raise FedsimError(
             f"{file} could not be read ({cause(error)}); it must hold one plain array."

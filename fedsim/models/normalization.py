@@ -54,14 +54,12 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
             )
         if not validate(module):
             continue
-        if module in cured_layers:
-            model.set_submodule(name, cured_layers[module])
-            continue
-        cured = cured_layers[module] = _cured(module)
-        sentences.append(f"model.fix: {where} is now {cured}, instead of {was}.")
+        if module not in cured_layers:
+            cured = cured_layers[module] = _cured(module)
+            sentences.append(f"model.fix: {where} is now {cured}, instead of {was}.")
         if not name:
-            return cured, sentences
-        model.set_submodule(name, cured)
+            return cured_layers[module], sentences
+        model.set_submodule(name, cured_layers[module])
     return model, sentences
 
 

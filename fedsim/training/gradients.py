@@ -105,17 +105,10 @@ class Parts:
 
     def distance(self, other: Gradient) -> Tensor:
         """L2 distances ``[n]``, computed parameter by parameter."""
-        if not isinstance(other, Parts):
-            return Dense(self.dense()).distance(other)
         # A model that branches may give one of the two a gradient that the other lacks.
-        mine, theirs = self.parts, other.parts
-        lone = [name for name in theirs if name not in mine]
-        return _joint_norms(
-            [
-                *(part - theirs[name] if name in theirs else part for name, part in mine.items()),
-                *(theirs[name] for name in lone),
-            ]
-        )
+        if not isinstance(other, Parts) or {*self.parts} != {*other.parts}:
+            return Dense(self.dense()).distance(other)
+        return _joint_norms(part - other.parts[name] for name, part in self.parts.items())
 
     def norms(self) -> Tensor:
         """L2 norms ``[n]``, from the norms of the parameters' gradients."""

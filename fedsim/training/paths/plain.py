@@ -134,9 +134,10 @@ class PlainPath:
             losses[k, :b] = client_losses.detach()
             for name, gradient in zip(leaves, gradients, strict=True):
                 by_name[name].append(gradient)
-        rows = {name: _rows(of_clients) for name, of_clients in by_name.items()}
-        used = {name: values for name, values in rows.items() if values is not None}
-        return Parts(used, self.packing), losses
+        parts = {
+            name: _rows(one) for name, one in by_name.items() if any(g is not None for g in one)
+        }
+        return Parts(parts, self.packing), losses
 
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
         """Bind the parameters to ``theta [1, D]`` once, for many gradients of a client on a CPU."""
@@ -229,17 +230,14 @@ class PlainPath:
         return named
 
 
-def _rows(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Clients' gradients of one parameter, ``[n, *shape]``; None if none of their batches used it.
+def _rows(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Clients' gradients of one parameter, ``[n, *shape]``, of which one at least is not None.
 
-    A client whose batch alone did not use it has zeros: without its row it would get another's.
+    A client whose batch did not use the parameter gets a row of zeros, and not another's row.
     """
-    like = next((_dense(gradient) for gradient in gradients if gradient is not None), None)
-    if like is None:
-        return None
-    if len(gradients) == 1:
-        return like.unsqueeze(0)
-    return torch.stack([torch.zeros_like(like) if g is None else _dense(g) for g in gradients])
+    like = next(gradient for gradient in gradients if gradient is not None)
+    rows = [_dense(torch.zeros_like(like) if g is None else g) for g in gradients]
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
 def _dense(gradient: Tensor) -> Tensor:
