@@ -30,8 +30,9 @@ class AdadpLR(LocalAlgorithm):
     An iteration whose err is not finite is rejected, and counts as err = infinity. Iterations
     continue across epochs; an unfinished iteration at the end of a round is dropped.
 
-    `for_run`, which a run of a config calls, chooses ``tol`` and ``discard`` where they are unset.
-    A `Trainer` of your own does not: without it they are 0.1 and true, as without noise.
+    Where ``tol`` and ``discard`` are unset, `for_run` chooses them for a run of a config. A
+    `Trainer` that you build yourself does not call it: they are then 0.1 and true, the values for
+    gradients without noise.
     """
 
     lr: Annotated[float, Gt(0)] = 0.1

@@ -83,7 +83,7 @@ class FedNova(SGD):
         """The parameters after the normalised update."""
         start: Tensor = state["start"]
         moved = state["moved"].unsqueeze(1)
-        # Under a schedule that has come to 0 a client does not move, and has no direction.
+        # At a learning rate of 0 (a schedule's end) a client does not move, and has no direction.
         factor = torch.where(moved != 0, (self.reach or 1.0) / moved, 0.0)
         normalised: Tensor = start + (super().finish(state) - start) * factor
         return normalised

@@ -104,8 +104,8 @@ def _inputs(key: str, array: Array, layout: AxisOrder, where: str, protected: bo
             "must be float32 or float64, tokens int64, and images [N, H, W] or [N, H, W, C]."
         )
     pictures = image or (floating and layout == "auto" and array.ndim in (3, 4))
-    is_first = pictures and array.ndim == 4 and array.shape[3] > MOST_CHANNELS >= array.shape[1]
-    if is_first and layout == "auto":
+    channels_first = array.ndim == 4 and array.shape[3] > MOST_CHANNELS >= array.shape[1]
+    if pictures and channels_first and layout == "auto":
         raise FedsimError(
             f"{where} has {key} of shape {array.shape}, which looks channels first; images must "
             "be [N, H, W] or [N, H, W, C], channels last, unless data.layout = 'as-is'."
@@ -113,7 +113,7 @@ def _inputs(key: str, array: Array, layout: AxisOrder, where: str, protected: bo
     array = _plain(key, array, where, protected)
     if pictures and array.ndim == 3:
         array = array[:, None]
-    elif pictures and array.ndim == 4 and not is_first:
+    elif pictures and array.ndim == 4 and not channels_first:
         array = array.transpose(0, 3, 1, 2)
     return _contiguous(array)
 
@@ -220,7 +220,7 @@ def found_size(
     arrays = train[name], test[name]
     if not 0 <= declared <= MOST_CLASSES:
         raise FedsimError(
-            f"data.{key} of {where} is {declared:,}; it must be from 0, for not declared, to "
+            f"data.{key} of {where} is {declared:,}; it must be between 0 (not declared) and "
             f"{MOST_CLASSES:,}."
         )
     # uint8 inputs are images, never tokens; uint8 targets are classes.

@@ -38,12 +38,14 @@ class NumberType:
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
         """Numbers ``[N]``; with a declared range, clipped to it and scaled to [0, 1].
 
-        With ``protected``, a value that is not a number, or too large for float32, becomes NaN.
+        With ``protected``, a value that is not a number becomes NaN; so does one that is too large
+        for float32, if no range is declared.
 
         Raises
         ------
         UnusableError
-            If a value is not a finite number of float32 and ``protected`` is false.
+            If ``protected`` is false, and a value is not a finite number, or is too large for
+            float32 while no range is declared.
         """
         numbers = np.fromiter(map(number, values), dtype=np.float64, count=len(values))
         unusable = ~np.isfinite(numbers)

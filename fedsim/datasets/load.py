@@ -123,8 +123,8 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
         ``owner_test``, ``classes``, ...), or the keys ``train`` and ``test``, each a mapping
         (``x``, ``y``, ...) or one of the following. A pair is (train, test), each ``(x, y)`` or a
         torch data set with a length whose items are ``(x, y)``, all of one shape. Items of torch
-        data sets keep their dimensions (channels first; of PIL's images they are moved there);
-        arrays are laid out as in files.
+        data sets keep their dimensions (channels first), but for PIL's images, whose channels are
+        last and are moved; arrays are laid out as in files.
     protected : bool
         Whether a run protects the training examples; see `load`.
 
@@ -153,8 +153,8 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
             arrays = Arrays.of(by_name)
         except (TypeError, ValueError, OverflowError) as error:
             raise FedsimError(
-                f"data= could not be read ({cause(error)}); {', '.join(DECLARED)} must be one "
-                f"number each, {', '.join(STATISTICS)} numbers."
+                f"data= could not be read ({cause(error)}); {' and '.join(DECLARED)} must be one "
+                f"number each, and {' and '.join(STATISTICS)} numbers."
             ) from None
         return arrays.dataset("data", protected=protected)
     if isinstance(data, Mapping):
@@ -263,16 +263,15 @@ def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
         raise FedsimError(
             f"{type(dataset).__name__} has items that are not pairs; each must be (x, y)."
         )
-    return {
-        name: array_of(
-            f"{name} of data=", [array_of(f"{name} of data=", item[place]) for item in items]
-        )
-        for place, name in enumerate("xy")
-    }
+    arrays = {}
+    for place, key in enumerate("xy"):
+        name = f"{key} of data="
+        arrays[key] = array_of(name, [array_of(name, item[place]) for item in items])
+    return arrays
 
 
 def inputs_of(name: str, value: Any, features: Sequence[str]) -> npt.NDArray[Any]:
-    """Array of inputs: of a table, if a data set has these ``features``; otherwise of an array.
+    """Array of a model's inputs, from an array or, if its data set has ``features``, a table.
 
     Parameters
     ----------
@@ -286,7 +285,7 @@ def inputs_of(name: str, value: Any, features: Sequence[str]) -> npt.NDArray[Any
     Raises
     ------
     FedsimError
-        If it cannot be converted, or is a table and the data set has no names of features.
+        If it cannot be converted, or is a table while ``features`` is empty.
     """
     is_path = isinstance(value, str | PathLike)
     if not (is_path or isinstance(value, Mapping) or hasattr(value, "columns")):

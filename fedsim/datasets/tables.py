@@ -201,8 +201,8 @@ class _Roles:
             )
         target, inputs = named.pop("y"), named.pop("x", "")
         others = [name for name in table if name not in (target, *named.values())]
-        chosen = [name.strip() for name in inputs.split("+")] if inputs else others
-        roles = cls(tuple(chosen), target, named)
+        names = [name.strip() for name in inputs.split("+")] if inputs else others
+        roles = cls(tuple(names), target, named)
         for name in (*roles.inputs, target):
             if (*roles.inputs, target).count(name) > 1:
                 raise FedsimError(

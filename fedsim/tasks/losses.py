@@ -81,8 +81,8 @@ def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     hint = ""
     if not targets.is_floating_point():
         hint = (
-            " Whole numbers are classes, with an output for each; amounts and labels 0 and 1 must "
-            "be y.astype('float32'), or in a table data.types = 'y=number'."
+            " Whole numbers are classes, with an output for each; amounts, and labels 0 and 1, "
+            "must be y.astype('float32'), or for a table data.types = 'y=number'."
         )
     raise FedsimError(
         f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)}; what "

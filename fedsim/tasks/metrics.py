@@ -200,8 +200,8 @@ class MeanOf(Mean):
 def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logits ``[m, K]``, K at least 2, and classes ``[m]`` of the targets that count.
 
-    A single output z is the logit of class 1 against class 0: the logits are then 0 and z, and both
-    NaN if z is, which predicts class 0 as it does with K outputs.
+    A single output z is the logit of class 1 against class 0: the logits are then 0 and z. If z is
+    NaN both are, so that class 0 is predicted, as with K outputs.
     """
     if not targets.is_floating_point():
         outputs = with_class_axis(outputs, targets.shape)
@@ -213,7 +213,7 @@ def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_class_axis(outputs: Tensor, shape: Sequence[int]) -> Tensor:
-    """Outputs ``[*shape, K]`` for classes of this shape; a single one may lack its axis."""
+    """Outputs ``[*shape, K]`` for classes of this shape; a single output may lack its axis."""
     return outputs.unsqueeze(-1) if outputs.shape == torch.Size(shape) else outputs
 
 

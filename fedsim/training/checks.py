@@ -26,8 +26,8 @@ def check_model(model: nn.Module, *, private: bool) -> None:
     Raises
     ------
     FedsimError
-        For batch normalisation with running statistics, which a row does not contain; for
-        parameters of a dtype that no Flower array can have, and with hooks on their gradients.
+        For batch normalisation with running statistics, which a row does not contain; and for
+        parameters of a dtype that no Flower array can have, or with hooks on their gradients.
     """
     refuse_gradient_hooks(model)
     for name, parameter in model.named_parameters():
@@ -39,11 +39,11 @@ def check_model(model: nn.Module, *, private: bool) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
             keep = f", or let clients keep it: model.personal = '{name}.*'"
-            named = any(True for _ in module.parameters())  # patterns match parameters
+            keep *= not private and any(True for _ in module.parameters())  # patterns match them
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
-                f"model.fix = true replace it{keep * (named and not private)}."
+                f"model.fix = true replace it{keep}."
             )
 
 

@@ -285,7 +285,7 @@ class FileStore(StateStore):
     killed at any instant leaves a whole file or none. Two rounds are kept: a round that is trained
     again must start from the state *before* it, and may find its own file already written.
     If the last checkpoint is older (`keep_since`), so is the oldest file kept. Files of later
-    rounds are of an attempt that was given up, and are removed: they would pass for the latest.
+    rounds belong to an abandoned attempt, and are removed, lest they pass for the latest state.
 
     Parameters
     ----------

@@ -139,7 +139,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _RestoredMetric(Metric):
-    """A user's metric, whose attributes are restored after each call; calls draw equal numbers."""
+    """A user's metric, of which each call starts from the same attributes and random numbers."""
 
     metric: Metric
     own_state: OwnState

@@ -143,16 +143,16 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
 
 
 def loss_draws(model: nn.Module, loss: Loss, x: Tensor | None, y: Tensor) -> bool:
-    """Whether a loss draws random numbers, for made-up inputs ``x [B, ...]`` and zeros as targets.
+    """Whether a loss draws random numbers, tested on made-up inputs and targets of zeros.
 
     Parameters
     ----------
     model, loss
         Not changed.
-    x : Tensor or None
-        None, and inputs that the model or the loss does not take, show no draws.
-    y : Tensor ``[0 or more, ...]``
-        Targets, of which only shape and dtype matter.
+    x : Tensor ``[B, ...]`` or None
+        The inputs. Without any, or if the model or the loss does not take them, no draws show.
+    y : Tensor ``[any, ...]``
+        Targets, of which only the dtype and the shape of one matter.
 
     Raises
     ------

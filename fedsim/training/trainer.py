@@ -92,9 +92,9 @@ class Trainer:
     Notes
     -----
     A client without data sends a zero update and ``num-examples`` 0. Every row is
-    ``w_client - w_global``, both in the model's dtype, on every engine. A model's own random draws
-    (dropout) come from the client's stream. With example-level privacy, the model and the loss are
-    first tested on made-up examples, and refused if they mix examples.
+    ``w_client - w_global``, both in the model's dtype, on every engine. Random draws of the model
+    (dropout) and of the loss come from the client's stream. With example-level privacy, the model
+    and the loss are first tested on made-up examples, and refused if they mix examples.
 
     Raises
     ------

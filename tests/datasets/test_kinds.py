@@ -196,7 +196,7 @@ def test_classes_are_declared_or_found_and_it_is_known_where(tmp_path: Path, map
         load(path, classes=4)
     with pytest.raises(FedsimError, match="token 8 in x_train; tokens must be below 5, the decl"):
         load(path, vocabulary=5)
-    with pytest.raises(FedsimError, match=r"data.classes .* is 2,000,000; .* to 1,000,000"):
+    with pytest.raises(FedsimError, match=r"data.classes .* is 2,000,000; .* and 1,000,000"):
         load(path, classes=2_000_000)
 
 

@@ -169,7 +169,7 @@ class OneByOne(GradientMethod):
                 outputs = call_with(self.model, leaves, x[j : j + 1].clone())
                 (loss,) = self.loss(outputs, y[j : j + 1])
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-            # An embedding's may be sparse.
+            # An embedding's gradient may be sparse.
             rows.append(torch.cat([gradient.to_dense().flatten() for gradient in gradients]))
             losses.append(loss.detach())
         return DenseRows(torch.stack(rows)[None]), torch.stack(losses)
