@@ -37,6 +37,11 @@ class ExampleLoss(ABC):
         """The loss of each example, ``[B]``."""
 
 
+def is_fedsims_own(loss: object) -> bool:
+    """Whether a loss or a metric is one of fedsim's, which draw nothing and keep no state."""
+    return str(getattr(loss, "__module__", "")).startswith("fedsim.")
+
+
 IGNORED = -100
 """Target that marks a position as not counting, as in PyTorch."""
 

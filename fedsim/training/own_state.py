@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.tasks.losses import Loss
+from fedsim.tasks.losses import Loss, is_fedsims_own
 from fedsim.training.structure.tables import is_torchs_own
 
 # Attributes of every module: its registries are saved separately, and hooks hold no data.
@@ -169,7 +169,7 @@ def _named_owners(prefix: str, owner: object) -> list[tuple[str, object]]:
 def _never_changes(owner: object) -> bool:
     """Whether an object is known to change neither its attributes nor its parameters."""
     if not isinstance(owner, nn.Module):
-        return str(getattr(owner, "__module__", "")).startswith("fedsim.")
+        return is_fedsims_own(owner)
     # A module with buffers may write to them.
     return is_torchs_own(owner) and not owner._buffers and getattr(owner, "max_norm", None) is None
 

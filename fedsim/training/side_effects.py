@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness, Stream
-from fedsim.tasks.losses import Loss
+from fedsim.tasks.losses import Loss, is_fedsims_own
 from fedsim.training.data import ClientData
 
 Ints = npt.NDArray[np.int64]
@@ -159,7 +159,7 @@ def loss_draws(model: nn.Module, loss: Loss, x: Tensor | None, y: Tensor) -> boo
     FedsimError
         If it draws from numpy's or Python's generator.
     """
-    if x is None or str(getattr(loss, "__module__", "")).startswith("fedsim."):
+    if x is None or is_fedsims_own(loss):
         return False
     foreign = _foreign_generators()
     try:
