@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, printable
 from fedsim.models.parameters import call_with
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.choice import TrainedModel
@@ -103,7 +103,7 @@ class Probe:
                     fault = self._fault(method, methods[-1], batch, other_batch)
                 # A user's code may raise anything in surroundings that it was not written for.
                 except (Exception, SystemExit) as error:
-                    fault = f"{type(error).__name__}: {error}"
+                    fault = printable(f"{type(error).__name__}: {error}")
                 if not fault:
                     correct_method = method
                     break

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from fedsim.clients import SGD, AdadpLR
 from fedsim.clients.base import Dense, Gradient
+from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
-from fedsim.training import ClientData, Trainer
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
 from fedsim.training.side_effects import Seeds
 
 EXAMPLES, STEPS = 7, 4
@@ -168,3 +169,13 @@ def test_a_table_with_sparse_gradients_trains_as_one_with_dense_gradients(algori
         (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
         rows.append(block.rows)
     torch.testing.assert_close(rows[1], rows[0], rtol=0, atol=1e-6)
+
+
+def test_warnings_quote_the_first_words_of_an_error_of_torch(caplog) -> None:
+    """For the sparse gradients of a batch it is a page long."""
+    data = ClientData(torch.arange(60).view(12, 5) % 11, torch.arange(12) % 3, [np.arange(12)])
+    privacy = ExamplePrivacy(Clipping(1.0), 1.0)
+    Trainer(Words(True), SGD(), data, privacy=privacy, randomness=Randomness(1))
+    (warning,) = caplog.messages
+    assert warning.startswith("examples go through this model one by one, which is slow (vmapped:")
+    assert len(warning) < 300

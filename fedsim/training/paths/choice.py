@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, printable
 from fedsim.kernels import convolutions, dense
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
@@ -276,7 +276,7 @@ def _vmap_error(path: FuncPath, data: ClientData) -> str | None:
                 theta.new_zeros(2, 2),
             )
     except RuntimeError as error:
-        return str(error).partition("\n")[0]
+        return printable(str(error).partition("\n")[0])
     return None
 
 
