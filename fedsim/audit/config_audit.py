@@ -74,7 +74,7 @@ def audit_config(
                 results += [replace(one, name=f"{one.name}, examples") for one in of_examples]
             results += findings(evidence.checks())
             if config.evaluate.private:
-                metrics = MetricsEvidence(evaluating(resolved), seed)
+                metrics = MetricsEvidence(evaluating(evidence.smaller), seed)
                 of_metrics = findings(metrics.checks())
                 results += [replace(one, name=f"{one.name}, metrics") for one in of_metrics]
         if config.client.private:

@@ -232,14 +232,16 @@ def strategies(
     return strategy
 
 
-def evaluating(resolved: Resolved) -> StrategyFactory:
+def evaluating(config: RunConfig) -> StrategyFactory:
     """Make strategies of the config's runs with its private evaluations, for any seed."""
+    tree = config.to_tree()
+    tree.pop("devices", None)  # they would only drop clients that are sampled
+    changes = {"noise.entropy": "config", "noise.max-epsilon": ""}
+    resolved = resolve(RunConfig.parse(tree).replace(**changes))
 
     def strategy(seed: int | None) -> DPFedAvg:
         assert seed is not None
-        changes = {"noise.entropy": "config", "noise.max-epsilon": ""}
-        config = resolved.config.replace(**changes)
-        return strategy_of(replace(resolved, config=replace(config, seed=seed)))
+        return strategy_of(replace(resolved, config=replace(resolved.config, seed=seed)))
 
     return strategy
 

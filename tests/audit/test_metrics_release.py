@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,16 @@ import pytest
 from slow_cases import slow_but
 
 from fedsim import RunConfig
-from fedsim.audit.checks import findings
-from fedsim.audit.config_evidence import evaluating
+from fedsim.audit import config_evidence
+from fedsim.audit.checks import Gathered, findings
+from fedsim.audit.config_audit import audit_config
+from fedsim.audit.config_evidence import ConfigEvidence, evaluating
 from fedsim.audit.metrics_release import MetricsEvidence
+from fedsim.errors import FedsimError
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_settings import PrivateMetrics
 from fedsim.federation.private_metrics import MetricsRelease, PrivateEvaluation
 from fedsim.mechanisms import Clipping
-from fedsim.runs.resolve import resolve
 
 CONFIG = RunConfig.parse(
     {
@@ -32,11 +34,11 @@ CONFIG = RunConfig.parse(
         },
     }
 )  # fmt: skip
-RISK = 1e-4  # of each of some sixteen checks
+RISK = 1e-4  # of each of some twenty checks
 
 
 def violated(seed: int, config: RunConfig = CONFIG) -> set[str]:
-    evidence = MetricsEvidence(evaluating(resolve(config)), seed)
+    evidence = MetricsEvidence(evaluating(config), seed)
     return {str(one) for one in findings(evidence.checks()) if one.refutes(RISK)}
 
 
@@ -48,6 +50,23 @@ def test_an_honest_evaluation_passes(seed: int) -> None:
 def test_an_honest_evaluation_of_two_numbers_passes() -> None:
     two = CONFIG.replace(**{"evaluate.quantiles": False, "evaluate.ranges": ""})
     assert violated(6, two) == set()
+
+
+def test_an_honest_evaluation_on_devices_that_are_often_absent_passes() -> None:
+    assert violated(1, CONFIG.replace(**{"devices.availability": 0.5})) == set()
+
+
+def test_evaluations_of_many_clients_are_audited_with_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(self: MetricsEvidence) -> Iterator[Gathered]:
+        raise FedsimError(f"{self.strategies(1).plan.sampler.population} clients")
+
+    monkeypatch.setattr(config_evidence, "MOST_CLIENTS", 10)
+    monkeypatch.setattr(ConfigEvidence, "checks", lambda self: iter(()))
+    monkeypatch.setattr(MetricsEvidence, "checks", end)
+    with pytest.raises(FedsimError, match="10 clients"):
+        audit_config(CONFIG)
 
 
 def _less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
