@@ -16,7 +16,7 @@ from fedsim.audit.clients import WORLDS
 from fedsim.audit.config_evidence import ConfigEvidence, evaluating
 from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.audit.target import StrategyTarget
-from fedsim.audit.verdict import Verdict, audit, check_confidence, silenced_logs
+from fedsim.audit.verdict import Verdict, audit, check_numbers, silenced_logs
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.runs import factories
@@ -57,10 +57,10 @@ def audit_config(
     Raises
     ------
     FedsimError
-        If the config claims no privacy at either level, or could not be run (with the message of
-        `fedsim run`); before any work.
+        If an argument is not allowed, or the config claims no privacy at either level, or could not
+        be run (with the message of `fedsim run`); before any work.
     """
-    check_confidence(confidence)
+    check_numbers(confidence, runs or None, canaries)
     _refuse_without_claim(config, rounds)
     resolved = resolve(config)
     check(resolved)

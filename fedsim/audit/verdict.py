@@ -129,10 +129,14 @@ def risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
     return (1 - confidence) * (1 - SHARE_OF_CHECKS * checked) / max(attacks, 1)
 
 
-def check_confidence(confidence: float) -> None:
-    """Refuse a confidence that is no probability, or with which nothing could be refuted."""
+def check_numbers(confidence: float, runs: int | None, canaries: int = 0) -> None:
+    """Refuse arguments with which an audit says nothing; ``runs`` is None without worlds."""
     if not 0 < confidence < 1:
         raise FedsimError(f"confidence is {confidence}; it must lie strictly between 0 and 1.")
+    if runs is not None and runs < 20:
+        raise FedsimError(f"runs is {runs}; it must be at least 20.")
+    if canaries < 0:
+        raise FedsimError(f"canaries is {canaries}; it must be at least 0.")
 
 
 @check_arguments
@@ -190,11 +194,7 @@ def audit(
     FedsimError
         If the ledger claims nothing (its epsilon is infinite), or an argument is not allowed.
     """
-    check_confidence(confidence)
-    if runs < 20 and worlds:
-        raise FedsimError(f"runs is {runs}; it must be at least 20.")
-    if canaries < 0:
-        raise FedsimError(f"canaries is {canaries}; it must be at least 0.")
+    check_numbers(confidence, runs if worlds else None, canaries)
     number = len(worlds) + (canaries > 0)
     if not number and not checks:
         raise FedsimError("there is neither a world nor a canary; an audit needs one of them.")

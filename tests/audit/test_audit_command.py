@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -128,6 +129,16 @@ def test_a_config_without_a_claim_is_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(FedsimError, match=r"must be a file that ends in .png"):
         invoke(tmp_path, "--out", "x.svg")
+
+
+@pytest.mark.parametrize("number", [{"runs": 5}, {"canaries": -5}, {"confidence": 1.0}])
+def test_numbers_that_no_audit_can_have_are_refused_at_both_levels(
+    number: dict[str, Any],
+) -> None:
+    protected = {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.0}}
+    for tree in (protected, {"client": protected}):
+        with pytest.raises(FedsimError, match=f"{next(iter(number))} is .* it must"):
+            audit_config(RunConfig.parse(tree), **number)
 
 
 def target(tmp_path: Path, *options: str) -> tuple[int, str]:

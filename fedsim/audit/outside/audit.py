@@ -42,7 +42,7 @@ from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
 from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease, load
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.verdict import Verdict, check_confidence, risk_of_attack
+from fedsim.audit.verdict import Verdict, check_numbers, risk_of_attack
 from fedsim.errors import FedsimError
 
 FEWEST_RUNS, MOST_RUNS = 30, 1000
@@ -268,11 +268,9 @@ def audit_target(
     Raises
     ------
     FedsimError
-        If the target cannot be run.
+        If an argument is not allowed, or the target cannot be run.
     """
-    check_confidence(confidence)
-    if runs and runs < 20:
-        raise FedsimError(f"runs is {runs}; it must be at least 20, or 0 for as many as fit.")
+    check_numbers(confidence, runs or None)
     try:
         return TargetAudit(target, claim, seconds, runs, seed).verdict(confidence)
     except FedsimError:
