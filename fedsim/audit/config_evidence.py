@@ -219,7 +219,18 @@ def strategies(
         "noise.entropy": "config",
         "client.state": "reset" if config.client.state == "server" else config.client.state,
     }
-    seeded = RunConfig.parse(tree).replace(**changes)
+    return _for_any_seed(RunConfig.parse(tree).replace(**changes))
+
+
+def evaluating(config: RunConfig) -> StrategyFactory:
+    """Make strategies of the config's runs with its private evaluations, for any seed."""
+    tree = config.to_tree()
+    tree.pop("devices", None)  # they would only drop clients that are sampled
+    changes = {"noise.entropy": "config", "noise.max-epsilon": ""}
+    return _for_any_seed(RunConfig.parse(tree).replace(**changes))
+
+
+def _for_any_seed(seeded: RunConfig) -> StrategyFactory:
     unseeded = seeded.replace(**{"noise.entropy": "system"})
     resolved = resolve(seeded)
 
@@ -228,20 +239,6 @@ def strategies(
         # round, and is not needed: seed and release digest key the noise.
         config = unseeded if seed is None else replace(seeded, seed=seed)
         return strategy_of(replace(resolved, config=config))
-
-    return strategy
-
-
-def evaluating(config: RunConfig) -> StrategyFactory:
-    """Make strategies of the config's runs with its private evaluations, for any seed."""
-    tree = config.to_tree()
-    tree.pop("devices", None)  # they would only drop clients that are sampled
-    changes = {"noise.entropy": "config", "noise.max-epsilon": ""}
-    resolved = resolve(RunConfig.parse(tree).replace(**changes))
-
-    def strategy(seed: int | None) -> DPFedAvg:
-        assert seed is not None
-        return strategy_of(replace(resolved, config=replace(resolved.config, seed=seed)))
 
     return strategy
 
