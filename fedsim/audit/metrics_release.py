@@ -1,11 +1,10 @@
-"""Evidence and checks of private evaluations: noise, sensitivity, lines in the ledger."""
+"""Evidence and checks of private evaluations: noise, sampling, sensitivity, ledger lines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -50,27 +49,28 @@ class MetricsEvidence:
         yield lambda: self.sampled, catalogue.DRAWS
         yield lambda: self.evaluated, _EVALUATED
 
-    @cached_property
+    @property
+    def _evaluations(self) -> list[PrivateEvaluation]:
+        """Evaluations of runs with different seeds."""
+        return [_evaluation(self.strategies(self.seed + run)) for run in range(RUNS)]
+
+    @property
     def noise(self) -> NoiseSample:
         """Releases without replies, which are noise alone, in standard deviations of it."""
-        evaluations = [_evaluation(self.strategies(self.seed + run)) for run in range(RUNS)]
-        noise = [[e.metrics_sum(n).release() for n in range(1, ROUNDS + 1)] for e in evaluations]
-        plan = evaluations[0].plan
-        units = np.array(noise) / (
-            plan.noise.multiplier * joint_norm(evaluations[0].released.ranges)
-        )
-        columns = [slice(0, units.shape[-1])]
-        return NoiseSample.of(units, columns)
+        runs = self._evaluations
+        noise = [[run.metrics_sum(n).release() for n in range(1, ROUNDS + 1)] for run in runs]
+        std = runs[0].plan.noise.multiplier * joint_norm(runs[0].released.ranges)
+        units = np.array(noise) / std
+        return NoiseSample.of(units, [slice(0, units.shape[-1])])
 
     @property
     def sampled(self) -> Sampled:
         """Clients that are asked to evaluate, in as many rounds as there are releases."""
-        runs = [_evaluation(self.strategies(self.seed + run)) for run in range(RUNS)]
-        plan = runs[0].plan
-        population = declared_population(plan.sampler)
+        runs = self._evaluations
+        population = declared_population(runs[0].plan.sampler)
         grid = LocalGrid(silent_clients(population, 1, ()))
-        asked = [[run.evaluators(n, grid).client_ids for n in range(1, ROUNDS + 1)] for run in runs]
-        return Sampled.of(asked, plan.event(), population)
+        ids = [[run.evaluators(n, grid).client_ids for n in range(1, ROUNDS + 1)] for run in runs]
+        return Sampled.of(ids, runs[0].plan.event(), population)
 
     @property
     def evaluated(self) -> tuple[DPFedAvg, list[Floats]]:

@@ -40,7 +40,7 @@ FEWEST = 25.0
 """Smallest expected count that is approximated by a normal."""
 
 FEWEST_SHIFTED = 1000.0
-"""The same for the many sums whose tails matter up to seven standard errors."""
+"""The same for sums over shifts of ids, of which there are so many that far tails matter."""
 
 MOST_HEAVY = 104.0
 """Rounds per unit of kurtosis from which a sum's tails are normal up to seven std errors."""
@@ -261,7 +261,7 @@ def overlaps(sampled: Sampled) -> Finding:
 
 
 def succession(sampled: Sampled) -> Finding:
-    """Whether being sampled changes the odds in later rounds: one's own, or those some ids away."""
+    """Whether being sampled changes later odds, of the client or of clients some ids away."""
     law, n, longest = sampled.inclusion, sampled.membership.shape[1], max(sampled.lengths)
     q = law.one
     centred = (sampled.membership - q) / math.sqrt(q * (1 - q))
@@ -279,11 +279,13 @@ def succession(sampled: Sampled) -> Finding:
     factor = 1.0 if law.size is None else n / max(n - 1, 1)
     scores = totals / np.sqrt(np.maximum(products, 1) * factor)
     expected = products * min(q, 1 - q) ** 2  # both sampled, or neither, whichever is rarer
-    own = scores[1:, 0][expected[1:, 0] >= FEWEST]
-    shifted = scores[1:, 1:][expected[1:, 1:] >= FEWEST_SHIFTED]
-    examined = f"{sampled.examined}, {own.size} lags, {shifted.size:,} lags and shifts of ids"
-    others = normal("{} standard errors, some ids away", shifted)
-    return statistical(examined, normal("{} standard errors", own), *[others] * bool(shifted.size))
+    at_lags = scores[1:, 0][expected[1:, 0] >= FEWEST]
+    at_shifts = scores[1:, 1:][expected[1:, 1:] >= FEWEST_SHIFTED]
+    return statistical(
+        f"{sampled.examined}, {at_lags.size} lags, {at_shifts.size:,} lags and shifts of ids",
+        normal("{} standard errors", at_lags),
+        normal("{} standard errors, some ids away", at_shifts),
+    )
 
 
 def periodicity(sampled: Sampled) -> Finding:

@@ -284,10 +284,9 @@ class Ledger(LedgerFile):
             raise FedsimError(f"max_epsilon is {max_epsilon} beside a budget; give one of the two.")
         budget = budget or self._budget(max_epsilon)
         self.refresh()
-        if isinstance(event, Entry):
-            planned = replace(event, event=event.event.times(count), sum=None)
-        else:
-            planned = Entry(event=event_of(event, self.declared).times(count), level=self.level)
+        if not isinstance(event, Entry):
+            event = Entry(event=event_of(event, self.declared), level=self.level)
+        planned = replace(event, event=event.event.times(count), sum=None)
         attempts = (replace(line, sum=None) for line in self.attempts(planned))
         if any(planned.repeats(line) for line in attempts):
             return self.epsilon(budget.delta) > budget.epsilon

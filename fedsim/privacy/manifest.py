@@ -191,21 +191,13 @@ def signing_key(setting: str) -> Ed25519PrivateKey | None:
     Raises
     ------
     FedsimError
-        If the file has no such key.
+        If the file has no private key that `new_key` created.
     """
     name = "noise.ledger-key" if setting else LEDGER_KEY
-    path = setting or os.environ.get(LEDGER_KEY, "")
-    return private_key(Path(path), name) if path else None
-
-
-def private_key(path: Path, name: str = "noise.ledger-key") -> Ed25519PrivateKey:
-    """Read a private key that `new_key` created; ``name`` is the setting that an error names.
-
-    Raises
-    ------
-    FedsimError
-        If the file has no such key.
-    """
+    setting = setting or os.environ.get(LEDGER_KEY, "")
+    if not setting:
+        return None
+    path = Path(setting)
     try:
         key = serialization.load_pem_private_key(regular_files.read_bytes(path), password=None)
     except (OSError, ValueError, TypeError) as error:

@@ -212,10 +212,10 @@ def _compare_metrics(
     """
     entries = [entry for entry in ledger.history.of_this_run if entry.round is not None]
     last = entries[-1].round if entries else 0
-    if (int(rows[-1]["round"]) if rows else 0) != last:
-        reached = f"round {rows[-1]['round']}" if rows else "no round"
+    reached = int(rows[-1]["round"]) if rows else 0
+    if reached != last:
         raise FedsimError(
-            f"the last row is of {reached}, and the ledger's last line of round {last}; rows are "
+            f"the rows end at round {reached}, and the ledger at round {last}; rows are "
             "missing or of another run (one that was interrupted is complete once it is resumed)."
         )
     total = ledger.epsilon(delta)

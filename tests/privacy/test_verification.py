@@ -16,8 +16,8 @@ from fedsim.privacy.manifest import (
     Manifest,
     check_signature,
     new_key,
-    private_key,
     signature,
+    signing_key,
 )
 from fedsim.privacy.verification import METADATA, verify
 
@@ -96,7 +96,7 @@ def test_a_ledger_that_went_on_after_the_model_says_so(run):
     failed = {check.subject: check.detail for check in verify(run, DELTA) if not check.passed}
     assert set(failed) == {"manifest", "model", "metrics"}
     assert "names line 4; the ledger has 5" in failed["model"]
-    assert "last row is of round 3, and the ledger's last line of round 4" in failed["metrics"]
+    assert "rows end at round 3, and the ledger at round 4" in failed["metrics"]
 
 
 def test_an_incomplete_last_line_has_no_hash_that_a_verifier_could_name(run):
@@ -121,7 +121,9 @@ def test_a_signature_shows_forgers_what_a_chain_cannot(run, tmp_path):
     public = new_key(key)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     manifest = (run / MANIFEST).read_bytes()
-    text = signature(private_key(key), manifest)
+    signer = signing_key(str(key))
+    assert signer is not None
+    text = signature(signer, manifest)
     assert failing(run, public) == ["signature"]  # there is none yet
     (run / "ledger.sig").write_text(text)
     assert failing(run, public) == []
@@ -206,6 +208,6 @@ def test_what_is_no_key_is_refused_in_a_sentence(run, tmp_path):
     (tmp_path / "text").write_text("hello")
     for wrong in (tmp_path / "none", tmp_path / "text"):
         with pytest.raises(FedsimError, match=r"noise\.ledger-key = .*Ed25519"):
-            private_key(wrong)
+            signing_key(str(wrong))
         with pytest.raises(FedsimError, match=r"--public-key = .*Ed25519"):
             verify(run, DELTA, None, wrong) if (run / "ledger.sig").write_text("{}") else None

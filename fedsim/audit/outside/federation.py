@@ -142,10 +142,10 @@ class TargetRelease:
 def flat(arrays: Any) -> Floats:
     """Flatten a model's arrays, or one array, to a vector."""
     if not isinstance(arrays, np.ndarray) or arrays.dtype == object:
-        arrays = np.concatenate([np.asarray(array).ravel() for array in arrays])
+        arrays = np.concatenate([np.ravel(array) for array in arrays])
     if np.iscomplexobj(arrays):
         raise ValueError("complex numbers, of which only the real part would be examined")
-    return np.asarray(arrays.astype(np.float64).ravel())
+    return np.array(arrays, dtype=np.float64).ravel()
 
 
 def load(name: str) -> Callable[..., Any]:
