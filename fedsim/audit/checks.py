@@ -123,8 +123,8 @@ def untested(examined: str, why: str) -> Finding:
     return replace(invariant(examined, None, why), tested=False)
 
 
-def not_made(checks: Iterable[Check], examined: str, why: str) -> Gathered:
-    """Checks that could not be made, and why, for `findings`."""
+def omitted_checks(checks: Iterable[Check], examined: str, why: str) -> Gathered:
+    """Checks whose sample could not be made, and why, for `findings`."""
     finding = untested(examined, why)
     return lambda: finding, [replace(check, test=lambda finding: finding) for check in checks]
 

@@ -230,9 +230,9 @@ def other_event(run: Observation, planned: ReleasePlan[Any]) -> str | None:
 
 
 def other_entropy(run: Observation, planned: ReleasePlan[Any]) -> str | None:
-    """A line of a run with a seed that says something else of its noise."""
-    others = [entry for entry in run.entries if entry.entropy != "config"]
-    return f"round {others[0].round} says entropy {others[0].entropy}" if others else None
+    """A line of a run with a seed that does not say that its noise follows from the config."""
+    lines = [entry for entry in run.entries if entry.entropy != "config"]
+    return f"round {lines[0].round} says entropy {lines[0].entropy}" if lines else None
 
 
 def second_line(run: Observation, planned: ReleasePlan[Any]) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import MeasuredNoise, Scale, changes_shape, in_units, length_finding
-from fedsim.audit.checks import Finding, Floats, Gathered, invariant, not_made
+from fedsim.audit.checks import Finding, Floats, Gathered, invariant, omitted_checks
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import (
     NUMBERS,
@@ -287,7 +287,7 @@ class ClientEvidence(Evidence):
     def _checks_of_canaries(self) -> Iterator[Gathered]:
         moved = catalogue.moved_by("client")
         if self._canary_round is None:
-            yield not_made(
+            yield omitted_checks(
                 (*catalogue.CANARIES, *moved, *catalogue.TOGETHER, *catalogue.LEAVES),
                 f"{min(FEW_ROUNDS, self.target.rounds)} rounds with each of {SEEDS_TRIED:,} seeds",
                 "the canary, which is the last client, is never sampled",

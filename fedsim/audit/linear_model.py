@@ -19,7 +19,7 @@ class LinearLayers(nn.Module):
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
         self.sizes = list(sizes)
-        self.layers = nn.ModuleList(linear(size) for size in sizes)
+        self.layers = nn.ModuleList(linear_layer(size) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum of the layers' outputs, ``[B, 1]``."""
@@ -27,7 +27,7 @@ class LinearLayers(nn.Module):
         return torch.stack([layer(part) for layer, part in parts]).sum(0)
 
 
-def linear(size: int) -> nn.Module:
+def linear_layer(size: int) -> nn.Module:
     """A linear layer with one output."""
     return nn.Linear(size, 1, bias=False, dtype=torch.float64)
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import Scale
-from fedsim.audit.checks import Finding, Floats, Gathered, Ids, checks_of, invariant, not_made
+from fedsim.audit.checks import Finding, Floats, Gathered, Ids, checks_of, invariant, omitted_checks
 from fedsim.audit.claim import AFFORDABLE_ROUNDS, Claim, budget_between
 from fedsim.audit.clients import ALONE, SyntheticClients, clipped_scale
 from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
-from fedsim.audit.linear_model import GradientRecorder, LinearLayers, first_output, linear
+from fedsim.audit.linear_model import GradientRecorder, LinearLayers, first_output, linear_layer
 from fedsim.audit.neighbouring_runs import Neighbours
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import Observation, Target, parameters
@@ -43,8 +43,7 @@ CLIENTS, RELEASES, WORLD_RELEASES, RISK = 2, 100, 12, 1e-3
 D = 512
 """Default number of the model's parameters."""
 SEEDS_TRIED = 10
-"""Number of seeds tried for batches with the canary: one of them has none in 2 % of cases."""
-
+"""Number of seeds tried for a batch with the canary: one seed has none in up to 2 % of audits."""
 
 Reports = Sequence[Mapping[str, Floats]]
 
@@ -133,7 +132,7 @@ class TrainerTarget(Target):
         """Linear model with one weight for each input, in layers if the bound is per layer."""
         layered = len(self.mechanism.cover(Layout.of(parameters(D)))) > 1
         sizes = [columns.stop - columns.start for columns in self.columns]
-        return LinearLayers(sizes) if layered else nn.Sequential(linear(self.layout.d))
+        return LinearLayers(sizes) if layered else nn.Sequential(linear_layer(self.layout.d))
 
     def observe(self, clients: SyntheticClients, seed: int | None) -> Observation:
         """Train one client whose examples are the rows of the synthetic clients."""
@@ -247,7 +246,7 @@ class ExampleEvidence(Evidence):
         if runs is None:
             examined = f"the batches of each of {SEEDS_TRIED} seeds"
             why = "the canary, which is the last example, is in no batch"
-            yield not_made((*catalogue.REPORTS, *moved), examined, why)
+            yield omitted_checks((*catalogue.REPORTS, *moved), examined, why)
         else:
             yield lambda: runs, catalogue.REPORTS
             yield lambda: runs.moved, moved
@@ -318,14 +317,14 @@ class ExampleEvidence(Evidence):
     def neighbours(self) -> Neighbours | None:
         """Runs with and without one example, which has the worst rows, all else equal.
 
-        None if it is in no batch of any seed tried.
+        None if it is in no batch with any seed tried.
         """
         # Long enough for the canary to be in several batches.
         releases = -(-4 * self.target.size // int(self.target.plan.denominator))
         target = self.target.with_releases(releases)
         clients = target.silent_clients(), target.world(ALONE)
         for seed in range(self.seed, self.seed + SEEDS_TRIED):
-            quiet, loud = (target.observe(of_side, seed).moves for of_side in clients)
+            quiet, loud = (target.observe(side, seed).moves for side in clients)
             if not np.array_equal(quiet, loud):
                 neighbours = Neighbours(target, seed)
                 neighbours.try_behaviours(self.measured, {})

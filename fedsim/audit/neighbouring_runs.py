@@ -30,7 +30,7 @@ from fedsim.rows.layout import PREFIX
 
 PAUSE, DEADLINE = 0.5, 0.25
 DENSE_LENGTHS = (-5.0, 0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
-"""Lengths of rows, in units of their bound."""
+"""Lengths of rows in units of their bound; a negative one reverses the row."""
 
 
 @dataclass(frozen=True)

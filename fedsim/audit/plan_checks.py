@@ -221,15 +221,15 @@ def difference(
 
 def same_cohorts(nobody: Observation, moving: Observation) -> Finding:
     """Whether the sampled clients do not depend on what clients send."""
-    first = _other_cohort(nobody, moving)
+    first = _first_other_cohort(nobody, moving)
     fault = f"other clients in round {first} when clients sent something else" if first else None
     examined = f"{len(nobody.sampled)} rounds of one seed, twice"
     return invariant(examined, fault, "the same clients whatever they send")
 
 
-def _other_cohort(one: Observation, other: Observation) -> int | None:
-    """First round whose cohorts differ, of as many as both runs have; None if there is none."""
-    pairs = enumerate(zip(one.sampled, other.sampled, strict=False), 1)
+def _first_other_cohort(run: Observation, reference: Observation) -> int | None:
+    """First round, of those that both runs have, in which they sampled other clients."""
+    pairs = enumerate(zip(run.sampled, reference.sampled, strict=False), 1)
     return next((n for n, (a, b) in pairs if not np.array_equal(np.sort(a), np.sort(b))), None)
 
 
@@ -268,8 +268,8 @@ def same_after_resume(observed: Observation, whole: Observation) -> Finding:
     fault = None
     if differ.any():
         fault = f"round {int(differ.argmax()) + 1} of the resumed run differs"
-    elif other := _other_cohort(observed, whole):
-        fault = f"round {other} of the resumed run has another cohort"
+    elif first := _first_other_cohort(observed, whole):
+        fault = f"round {first} of the resumed run has another cohort"
     elif lines != list(range(1, rounds + 1)):
         fault = f"the ledger has lines for rounds {lines}"
     examined = f"{rounds} rounds, stopped after {rounds // 2}"

@@ -36,8 +36,8 @@ class Budget:
     def message(self, entry: Entry, ledger: Path | None = None) -> str:
         """Why the release of an entry may not be made: a sentence without its full stop.
 
-        It names the ledger's path, but not a client's: it is sent to the server, which must not see
-        a node's paths.
+        It names the path of ``ledger``, except for a client's entry: that sentence is sent to the
+        server, which must not see a node's paths.
         """
         subject = "a release" if entry.round is None else f"round {entry.round}"
         evaluation = "the evaluation of " if entry.kind == "evaluation" else ""

@@ -163,8 +163,8 @@ def _negative() -> Iterator[None]:
     norms = scaling.norms_
 
     def of_positive(y: torch.Tensor) -> Any:
-        found, unit = norms(y)
-        return torch.where(found.isfinite(), norms_of(y.clamp(min=0)), found), unit
+        lengths, unit = norms(y)
+        return torch.where(lengths.isfinite(), norms_of(y.clamp(min=0)), lengths), unit
 
     with (
         patch.object(scaling, "norms_", of_positive),
@@ -445,7 +445,7 @@ def _resumed_cohorts() -> Iterator[None]:
         yield
 
 
-# -- draws and lines --------------------------------------------------------------------------
+# -- cohorts and lines ------------------------------------------------------------------------
 
 
 @bug("every second cohort is the one before, shifted by one id")
@@ -458,9 +458,9 @@ def _shifted() -> AbstractContextManager[object]:
 def _entropy() -> Iterator[None]:
     init = Entry.__post_init__
 
-    def made(self: Entry) -> None:
+    def init_as_system(self: Entry) -> None:
         object.__setattr__(self, "entropy", "system")
         init(self)
 
-    with patch.object(Entry, "__post_init__", made):
+    with patch.object(Entry, "__post_init__", init_as_system):
         yield

@@ -58,14 +58,13 @@ def test_an_example_that_is_in_no_batch_is_tested_with_another_seed_or_not_at_al
     names = ("what else leaves a round", "what one example moves")
     # With seed 38 the last example is in none of 16 batches.
     runs = ExampleEvidence.of(target, rounds=5, worlds=40, seed=38)
-    made = findings(runs.checks(), *names)
-    assert [check.tested for check in made] == [True, True]
+    assert [check.tested for check in findings(runs.checks(), *names)] == [True, True]
     assert runs.neighbours is not None
     assert runs.neighbours.moved.measured.startswith("0.66")
     monkeypatch.setattr(local_training, "SEEDS_TRIED", 1)
-    left_out = findings(ExampleEvidence.of(target, 5, 40, seed=38).checks(), *names)
-    assert [(check.name, check.tested) for check in left_out] == [(name, False) for name in names]
-    assert "in no batch" in left_out[0].measured
+    omitted = findings(ExampleEvidence.of(target, 5, 40, seed=38).checks(), *names)
+    assert [(check.name, check.tested) for check in omitted] == [(name, False) for name in names]
+    assert "in no batch" in omitted[0].measured
 
 
 @contextmanager

@@ -108,20 +108,20 @@ def _not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
 def _many_examples_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     add = MetricsRelease.add
 
-    def added(self: MetricsRelease, reply: Any) -> None:
+    def add_twice(self: MetricsRelease, reply: Any) -> None:
         add(self, reply)
         if reply.block.metrics["num-examples"].max() > 1:
             add(self, reply)
 
-    monkeypatch.setattr(MetricsRelease, "add", added)
+    monkeypatch.setattr(MetricsRelease, "add", add_twice)
 
 
 def _everyone_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_of_them(self: PrivateEvaluation, server_round: int, grid: Any) -> Any:
+    def everyone(self: PrivateEvaluation, server_round: int, grid: Any) -> Any:
         reachable = self.participants.reachable
         return self.participants.available_part(server_round, np.arange(30), grid, reachable)
 
-    monkeypatch.setattr(PrivateEvaluation, "evaluators", all_of_them)
+    monkeypatch.setattr(PrivateEvaluation, "evaluators", everyone)
 
 
 @pytest.mark.parametrize(

@@ -487,11 +487,11 @@ def test_a_target_cannot_read_the_requests_of_its_audit(tmp_path: Path) -> None:
 def test_a_number_that_is_nan_with_the_canary_shows_it() -> None:
     honest = loop()
 
-    def shown(f: SyntheticFederation) -> TargetRelease:
+    def reports_nan(f: SyntheticFederation) -> TargetRelease:
         value = np.nan if np.abs(f.rows).max() > 1 else 0.0
         return replace(honest(f), statistics={"loss": np.full(f.rounds, value)})
 
-    verdict = audit_target(shown, claim_of(rounds=2, adjacency="zero-out"), runs=30)
+    verdict = audit_target(reports_nan, claim_of(rounds=2, adjacency="zero-out"), runs=30)
     assert {one.cause for one in verdict.failed} == {"statistics are released without noise"}
 
 

@@ -371,9 +371,9 @@ def test_a_budget_is_asked_before_and_not_spent_by_asking(path):
 
 def test_an_entry_that_is_released_several_times_is_asked_about_as_its_event_is():
     ledger, event = Ledger(delta=DELTA), Event.of(COHORT, 1.5)
-    for asked in (event, Entry(event=event)):
-        assert not ledger.would_exceed(asked, 1.01 * spent(2), count=2)
-        assert ledger.would_exceed(asked, 1.01 * spent(2), count=3)
+    for line in (event, Entry(event=event)):
+        assert not ledger.would_exceed(line, 1.01 * spent(2), count=2)
+        assert ledger.would_exceed(line, 1.01 * spent(2), count=3)
 
 
 def test_of_a_budget_and_a_largest_epsilon_only_one_is_given():

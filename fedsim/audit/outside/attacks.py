@@ -260,7 +260,7 @@ class AttackResult:
         difference_error = float((present - without).mean(1).std(ddof=1)) / math.sqrt(runs)
         unit_error = self.shift / math.sqrt(2 * values)
         error = math.hypot(difference_error, unit_error) or 1e-12
-        # Student's t, as few runs estimate their own error; degrees by Satterthwaite.
+        # Student's t, since few runs estimate the error badly; degrees of freedom by Satterthwaite.
         shares = (difference_error / error) ** 4 / (runs - 1) + (unit_error / error) ** 4 / values
         degrees = 1 / max(shares, 1 / values)
 
@@ -289,7 +289,7 @@ class AttackResult:
     @property
     def without_noise(self) -> bool:
         """Whether a released number without noise changes with the canary."""
-        # A number that is NaN on one side only shows the canary too.
+        # A number that is NaN on one side alone shows the canary too.
         sides = [
             np.nan_to_num(side.statistics, nan=-1e300) for side in (self.without, self.present)
         ]

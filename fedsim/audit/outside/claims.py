@@ -93,12 +93,11 @@ class TargetClaim:
                 f"claim.sampling is '{self.sampling}' and claim.adjacency '{self.adjacency}'; a "
                 "fixed number of rows goes with 'replace-one', Poisson sampling with the others."
             )
-
         rows = self.rate * self.population
         if self.sampling == "fixed" and abs(rows - round(rows)) > 1e-6 * rows:
             raise FedsimError(
                 f"claim.rate is {self.rate:g} and claim.population {self.population}, which gives "
-                f"{rows:g} rows a round; with sampling 'fixed' this must be a whole number."
+                f"{rows:g} rows a round; with claim.sampling 'fixed' it must be a whole number."
             )
 
     @property

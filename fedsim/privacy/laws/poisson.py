@@ -99,8 +99,8 @@ def poisson_rdp(rate: float, noise_multiplier: float) -> Array:
     accountant = RdpAccountant(ORDERS)
     with without_warnings():
         accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise_multiplier)))
-    # A Gaussian whose mean is moved by the rate costs less. Where the series' rounding errors are
-    # larger than the curve, they may be negative, which would be taken for a perfect guarantee.
+    # Rounding errors of the series may make a tiny curve negative, which would pass for a perfect
+    # guarantee. A Gaussian whose mean is moved by the rate never costs more than sampling does.
     return np.asarray(np.maximum(accountant.rdp, gaussian_rdp(rate / noise_multiplier)))
 
 
