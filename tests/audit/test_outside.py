@@ -484,12 +484,13 @@ def test_a_target_cannot_read_the_requests_of_its_audit(tmp_path: Path) -> None:
         target(SyntheticFederation(np.zeros((3, 64)), np.ones(3), rounds=1, seed=1))
 
 
-def test_a_number_that_is_nan_with_the_canary_shows_it() -> None:
+def test_a_number_that_is_nan_with_the_canary_shows_it_beside_one_with_noise() -> None:
     honest = loop()
 
     def reports_nan(f: SyntheticFederation) -> TargetRelease:
-        value = np.nan if np.abs(f.rows).max() > 1 else 0.0
-        return replace(honest(f), statistics={"loss": np.full(f.rounds, value)})
+        value, released = np.nan if np.abs(f.rows).max() > 1 else 0.0, honest(f)
+        numbers = {"loss": np.full(f.rounds, value), "first": released.models[:, 0]}
+        return replace(released, statistics=numbers)
 
     verdict = audit_target(reports_nan, claim_of(rounds=2, adjacency="zero-out"), runs=30)
     assert {one.cause for one in verdict.failed} == {"statistics are released without noise"}

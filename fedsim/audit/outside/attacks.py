@@ -289,12 +289,10 @@ class AttackResult:
     @property
     def without_noise(self) -> bool:
         """Whether a released number without noise changes with the canary."""
-        # A number that is NaN on one side alone shows the canary too.
-        sides = [
-            np.nan_to_num(side.statistics, nan=-1e300) for side in (self.without, self.present)
-        ]
-        constant = [np.ptp(side, axis=0).max(initial=0.0) == 0 for side in sides]
-        return all(constant) and bool((sides[0][0] != sides[1][0]).any())
+        both = np.stack([self.without.statistics, self.present.statistics])
+        both = np.nan_to_num(both, nan=-1e300)  # NaN on one side alone shows the canary too
+        constant = (both == both[:, :1]).all((0, 1))
+        return bool((constant & (both[0, 0] != both[1, 0])).any())
 
     def grid(self) -> Finding:
         """Whether rows are on the noise's grid, if it has one.
