@@ -496,6 +496,17 @@ def test_a_number_that_is_nan_with_the_canary_shows_it_beside_one_with_noise() -
     assert {one.cause for one in verdict.failed} == {"statistics are released without noise"}
 
 
+def test_a_number_that_is_released_with_the_canary_alone_shows_it() -> None:
+    honest = loop()
+
+    def reports_long_rows(f: SyntheticFederation) -> TargetRelease:
+        numbers = {"long": np.ones(f.rounds)} if np.abs(f.rows).max() > 1 else {}
+        return replace(honest(f), statistics=numbers)
+
+    verdict = audit_target(reports_long_rows, claim_of(rounds=2, adjacency="zero-out"), runs=30)
+    assert {one.cause for one in verdict.failed} == {"statistics are released without noise"}
+
+
 def test_few_runs_of_a_target_without_a_seed_cause_no_more_false_alarms() -> None:
     claim = claim_of(rounds=1, adjacency="zero-out")
     world, draws = TARGET_WORLDS[0], np.random.default_rng(1)

@@ -188,6 +188,14 @@ class Observations:
         return cls(np.diff(models, axis=1, prepend=0.0), numbers, sampled)
 
     @property
+    def halves(self) -> tuple[Observations, Observations]:
+        """The first and the second half of the runs."""
+        moves, statistics = np.split(self.moves, 2), np.split(self.statistics, 2)
+        middle = len(self.sampled) // 2
+        first = Observations(moves[0], statistics[0], self.sampled[:middle])
+        return first, Observations(moves[1], statistics[1], self.sampled[middle:])
+
+    @property
     def table(self) -> Floats:
         """Moves and statistics in one table, ``[runs, rounds, d + k]``."""
         return np.concatenate([self.moves, self.statistics], axis=2)

@@ -166,14 +166,13 @@ class TargetAudit:
 
     def _runs_of(self, world: TargetWorld, runs: int, number: int) -> AttackResult:
         first = self.seed + 10_000_000 * number
-        sides = (
-            Observations.of(
-                self.target,
-                [world.federation(self.claim, present, first + k) for k in range(runs)],
-            )
+        federations = [
+            world.federation(self.claim, present, first + k)
             for present in (False, True)
-        )
-        return AttackResult(world, self.claim, *sides)
+            for k in range(runs)
+        ]
+        # Observed together, since a number may be released on one side only.
+        return AttackResult(world, self.claim, *Observations.of(self.target, federations).halves)
 
     def _noise_findings(self, silent: Observations) -> Iterator[Finding]:
         moves = silent.moves
