@@ -77,7 +77,8 @@ class Accounting:
     entries_in_state : int or None
         Number of ledger entries that the resumed state counts; None if nothing was resumed.
     nonce : str
-        Identifies a run with system entropy in a ledger that strategies of equal settings share.
+        Identifies a run with system entropy in a ledger that strategies of equal settings share;
+        empty where the release digest or the seed does.
     """
 
     plan: ReleasePlan[Bounded]
@@ -91,7 +92,11 @@ class Accounting:
     public: Mapping[str, Fact] = field(default_factory=dict)
     kind: Kind = "release"
     entries_in_state: int | None = None
-    nonce: str = field(default_factory=secrets.token_hex)
+    nonce: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.release is None and self.randomness.seed is None:
+            self.nonce = secrets.token_hex()
 
     @property
     def _budget(self) -> Budget | None:
@@ -144,18 +149,12 @@ class Accounting:
         )
 
     @property
-    def _nonce(self) -> dict[str, str]:
-        """The nonce by its name in `state`; empty if the release digest or seed identifies runs."""
-        needs_none = self.release is not None or self.randomness.seed is not None
-        return {} if needs_none else {"nonce": self.nonce}
-
-    @property
     def _run(self) -> str | None:
         """The run's id in the ledger's lines, which a release digest makes unnecessary."""
         if self.release:
             return None
-        parts = [str(self.randomness.release), *self._nonce.values()]
-        return self.ledger.fingerprint([part.encode() for part in parts])
+        parts = (str(self.randomness.release), self.nonce)
+        return self.ledger.fingerprint([part.encode() for part in parts if part])
 
     def record(
         self, server_round: int, clip_norm: float, summed: Iterable[bytes] | None
@@ -247,7 +246,8 @@ class Accounting:
     def state(self) -> dict[str, Any]:
         """The ledger's head, its lines if it is in memory only, and the run's nonce, if any."""
         lines = {} if self.ledger.path is not None else self.ledger.state_dict()
-        return {"head": self.ledger.head, **lines, **self._nonce}
+        nonce = {"nonce": self.nonce} if self.nonce else {}
+        return {"head": self.ledger.head, **lines, **nonce}
 
     @property
     def _empty(self) -> bool:
