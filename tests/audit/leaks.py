@@ -395,23 +395,31 @@ def _never() -> AbstractContextManager[object]:
 # -- a run that is resumed --------------------------------------------------------------------
 
 
+@contextmanager
+def resumed_round() -> Iterator[list[int]]:
+    """The round after which a strategy was resumed, as the one entry of a list; 0 before."""
+    restore = DPFedAvg.restore
+    last = [0]
+
+    def restored(self: DPFedAvg, state: Any) -> None:
+        restore(self, state)
+        last[0] = state["round"]
+
+    with patch.object(DPFedAvg, "restore", restored):
+        yield last
+
+
 @bug("a resumed run draws the noise of its first rounds again")
 @contextmanager
 def _resumed() -> Iterator[None]:
-    restore = DPFedAvg.restore
-    offset = 0
+    with resumed_round() as last:
 
-    def restored(self: DPFedAvg, state: Any) -> None:
-        nonlocal offset
-        restore(self, state)
-        offset = state["round"]
+        def change(randomness: Randomness, address: dict[str, Any]) -> np.random.Generator:
+            number = address["round"]
+            return again(randomness, address, round=number - last[0] * (number > last[0]))
 
-    def change(randomness: Randomness, address: dict[str, Any]) -> np.random.Generator:
-        late = address["round"] > offset
-        return again(randomness, address, round=address["round"] - offset * late)
-
-    with patch.object(DPFedAvg, "restore", restored), noise_address(change):
-        yield
+        with noise_address(change):
+            yield
 
 
 @contextmanager
@@ -430,18 +438,7 @@ def draw_of_round(change: Callable[[int], tuple[int, int]]) -> Iterator[None]:
 @bug("a resumed run samples the cohorts of its first rounds again")
 @contextmanager
 def _resumed_cohorts() -> Iterator[None]:
-    restore = DPFedAvg.restore
-    offset = 0
-
-    def restored(self: DPFedAvg, state: Any) -> None:
-        nonlocal offset
-        restore(self, state)
-        offset = state["round"]
-
-    with (
-        patch.object(DPFedAvg, "restore", restored),
-        draw_of_round(lambda t: (t - offset * (t > offset), 0)),
-    ):
+    with resumed_round() as last, draw_of_round(lambda t: (t - last[0] * (t > last[0]), 0)):
         yield
 
 
