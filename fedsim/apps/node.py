@@ -167,23 +167,23 @@ def data_to_write(config: RunConfig) -> RunData:
 
 
 def write_client_data(
-    config: RunConfig, path_of: Callable[[int], Path], data: RunData | None = None
+    config: RunConfig, data: RunData, path_of: Callable[[int], Path]
 ) -> list[Path]:
     """Write each client's part of a config's data set to a file of its own.
 
     Parameters
     ----------
+    config : RunConfig
+    data : RunData
+        Result of `data_to_write` for this config.
     path_of : callable
         Maps a client's id to the path of its ``.npz``.
-    data : RunData, optional
-        Result of `data_to_write` for this config, if it has been called already.
 
     Returns
     -------
     list of Path
         One file per client, readable by the file's owner only.
     """
-    data = data_to_write(config) if data is None else data
     dataset, owned = data.dataset, data.test_parts
     images = getattr(config.data, "layout", "auto") == "auto"
     # A client may lack examples of some classes or tokens, so the file declares their numbers.

@@ -103,7 +103,7 @@ def init(
         home=home,
     )
     if config is not None:
-        write_client_data(config, lambda client: federation.node(client) / "data.npz", data)
+        write_client_data(config, data, lambda client: federation.node(client) / "data.npz")
         for number in range(nodes):
             Node.load(federation.node(number)).save({"data": "data.npz"})
     console = Output()

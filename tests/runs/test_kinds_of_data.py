@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.apps.node import resolve_node, write_client_data
+from fedsim.apps.node import data_to_write, resolve_node, write_client_data
 from fedsim.cli import main
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
@@ -266,7 +266,9 @@ def test_a_node_has_its_owners_examples_and_evaluates_as_in_a_simulation(
 ) -> None:
     settings = config(text)
     whole = resolve(settings).trainer
-    paths = write_client_data(settings, lambda client: tmp_path / f"{client}.npz")
+    paths = write_client_data(
+        settings, data_to_write(settings), lambda client: tmp_path / f"{client}.npz"
+    )
     vector = whole.initial()
     for client in (0, 2, 3):
         node = resolve_node(settings, client, str(paths[client]) if file else "").trainer

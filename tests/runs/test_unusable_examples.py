@@ -16,7 +16,7 @@ from slow_cases import slow_but
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.apps.node import trainer_for, write_client_data
+from fedsim.apps.node import data_to_write, trainer_for, write_client_data
 from fedsim.datasets import Dataset, dataset_of, load
 from fedsim.errors import FedsimError
 from fedsim.runs.resolve import resolve
@@ -162,7 +162,9 @@ def test_a_node_of_its_own_file_trains_as_the_simulation(tmp_path: Path) -> None
     for privacy in (CLIENT_LEVEL, EXAMPLE_LEVEL):
         run = config(**privacy, **{"noise.entropy": "config", "data.classes": 2})
         deployed = run.replace(**{"engine.name": "deployment", "client.state-dir": str(tmp_path)})
-        files = write_client_data(run, lambda client: tmp_path / f"node-{client}.npz")
+        files = write_client_data(
+            run, data_to_write(run), lambda client: tmp_path / f"node-{client}.npz"
+        )
         node_config = {"partition-id": WHO, "data": str(files[WHO])}
         node = trainer_for(Context(1, 7, node_config, RecordDict(), deployed.to_run_config()))
         zero, whole = torch.zeros(node.row_layout.d), resolve(run).trainer

@@ -11,7 +11,7 @@ import torch
 from flwr.app import Context, Message, MessageType, RecordDict
 
 from fedsim.apps import client_app
-from fedsim.apps.node import resolve_node, trainer_for, write_client_data
+from fedsim.apps.node import data_to_write, resolve_node, trainer_for, write_client_data
 from fedsim.config import RunConfig
 from fedsim.engines import tensors
 from fedsim.errors import FedsimError
@@ -55,7 +55,7 @@ def test_a_node_with_its_part_only_trains_to_the_same_bytes(client, whole):
 @pytest.mark.parametrize("client", [0, CLIENTS - 1])
 def test_a_node_with_a_file_of_its_own_trains_to_the_same_bytes(client, whole, tmp_path):
     config = config_for("deployment")
-    files = write_client_data(config, lambda k: tmp_path / f"{k}.npz")
+    files = write_client_data(config, data_to_write(config), lambda k: tmp_path / f"{k}.npz")
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     settings = {"partition-id": client, "data": str(files[client])}
     # Its data are nowhere but in the file.
@@ -165,7 +165,7 @@ def test_a_node_has_the_noise_and_the_release_of_the_server(resolved, monkeypatc
 def test_a_node_with_a_file_does_not_guess_the_noise_that_others_need(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = config_for("deployment", **PRIVATE_EXAMPLES)
-    files = write_client_data(config, lambda k: tmp_path / f"{k}.npz")
+    files = write_client_data(config, data_to_write(config), lambda k: tmp_path / f"{k}.npz")
     with pytest.raises(FedsimError, match=r"set client\.noise\.multiplier instead"):
         _ = resolve_node(config, client=1, file=str(files[1])).trainer
     resolved = resolve(config).config
