@@ -212,7 +212,7 @@ class KoskelaPrivate(Koskela):
         s = self.settings
         first = s.sigmas[0]
         once = _best(scores, SGD, s.rates, first)[0]
-        title = f"Fig. 5: SGD's rate tuned at $\\sigma$ = {first:g} and reused\n{self._where}"
+        title = f"Fig. 5: SGD's rate tuned at σ = {first:g} and reused\n{self._where}"
         rows: list[list[str | float | None]] = []
         panels, figures, claims, choices = [], {}, [], []
         for sigma in s.sigmas:
@@ -246,7 +246,7 @@ class KoskelaPrivate(Koskela):
             "sigma", "epsilon", "ADADP (%)", f"SGD at {once:g} (%)", "SGD tuned here (%)",
             "tuned rate",
         ]  # fmt: skip
-        table = Table("figure5", title.replace("$\\sigma$", "sigma"), columns, rows)
+        table = Table("figure5", title.replace("σ", "sigma"), columns, rows)
         picture = curves(title, panels, xlabel="epoch", first=1, width=max(2.9 * len(panels), 7.5))
         return Report([table], figures, claims, {"figure5": picture}, choices)
 

@@ -134,7 +134,7 @@ def titled(width: float, height: float, title: str) -> Figure:
     from matplotlib.figure import Figure  # imported here: pages need only the colours
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    lines = textwrap.fill(title, int(width * 10))
+    lines = "\n".join(textwrap.fill(line, int(width * 10)) for line in title.splitlines())
     figure.suptitle(lines, fontsize=12, color=INK, x=0.01, ha="left", parse_math=False)
     return figure
 

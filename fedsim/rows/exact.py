@@ -159,9 +159,9 @@ class GridSum:
 
     def merge_(self, coarse: Tensor, fine: Tensor | None) -> None:
         """Add the coarse and fine parts of another sum with the same unit."""
-        self.coarse += coarse
+        self.coarse += coarse.to(self.coarse)
         if self.fine is not None and fine is not None:
-            self.fine += fine
+            self.fine += fine.to(self.fine)
 
     def on_grid(self) -> Tensor:
         """The sums in whole units of the coarse grid: not a copy."""

@@ -8,8 +8,11 @@ import torch
 from flwr.app import ConfigRecord
 from torch import nn
 
+import fedsim
+from fedsim import RunConfig
 from fedsim.clients import AdadpLR
 from fedsim.engines import LocalGrid, array_record
+from fedsim.federation.arrays import tensors
 from fedsim.federation.engines.ray import RayGrid
 from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.randomness import Randomness
@@ -51,6 +54,28 @@ def test_two_workers_on_half_a_gpu_each_train_as_one_process_does():
     assert sorted(there) == sorted(here) == ids.tolist()
     for client, row in here.items():
         torch.testing.assert_close(there[client], row, rtol=0, atol=1e-5)
+
+
+def test_a_private_run_with_two_ray_workers_releases_the_bytes_of_one_process():
+    config = RunConfig.parse(
+        {
+            "seed": 1,
+            "rounds": 2,
+            "data": {"name": "digits"},
+            "partition": {"name": "iid", "clients": 40},
+            "model": {"name": "softmax"},
+            "client": {"name": "sgd", "lr": 0.5},
+            "cohort": {"name": "poisson", "rate": 0.5},
+            "mechanism": {"name": "normalization", "clip-norm": 1.0},
+            "noise": {"multiplier": 0.5},
+            "evaluate": {"every": 1},
+            "engine": {"device": "cuda"},
+        }
+    )
+    shared = {"engine.name": "ray", "engine.workers": 2, "engine.gpus-per-worker": 0.5}
+    one, two = (tensors(fedsim.run(each).arrays) for each in (config, config.replace(**shared)))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def by_client(grid, asked):
