@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedsim.reports.plots import COLOURS, DARK, DASHES, HATCHES, LIGHT, MARKERS, Theme
+from fedsim.reports.plots import COLOURS, DARK, DASHES, HATCHES, LIGHT, MARKERS, Theme, titled
 
 # Machado, Oliveira & Fernandes 2009, severity 1, on linear RGB.
 SEEN_BY = {
@@ -86,3 +86,11 @@ def test_no_other_file_has_a_palette_of_its_own() -> None:
     }
     greys = {"experiments/xu/beale.py": ["#cccccc"]}  # contour lines
     assert {path: colours for path, colours in others.items() if colours} == greys
+
+
+def test_a_title_keeps_its_lines_and_wraps_the_long_ones():
+    title = titled(4.0, 3.0, "Accuracy by rate\n" + "word " * 20).get_suptitle()
+    first, *others = title.splitlines()
+    assert first == "Accuracy by rate"
+    assert len(others) > 1
+    assert max(map(len, others)) <= 40
