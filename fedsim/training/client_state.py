@@ -243,7 +243,9 @@ class MemoryStore(StateStore):
         self._row_count += len(new_ids)
         index = torch.from_numpy(self._row_of[client_ids])
         for name, rows in state.items():
-            self._columns[name][index.to(rows.device)] = rows
+            # A checkpoint and other processes give rows on the CPU, a GPU's training on the GPU.
+            column = self._columns[name]
+            column[index.to(column.device)] = rows.to(column.device)
 
     def _column(self, name: str, rows: Tensor, new_clients: int) -> Tensor:
         """The entry's column, grown where needed to hold ``new_clients`` further clients."""

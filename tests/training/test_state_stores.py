@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from clients_helpers import joined, make_data, make_mlp
+from cuda_helpers import needs_a_fake_gpu
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.errors import FedsimError
@@ -186,6 +188,18 @@ def test_columns_of_another_population_are_refused():
     larger.store(np.array([3]), 1, {"eta": torch.ones(1)})
     with pytest.raises(FedsimError, match="client 3; this run has clients 0"):
         MemoryStore(3).restore(larger.state())
+
+
+@needs_a_fake_gpu
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_state_from_a_checkpoint_is_replaced_by_that_of_a_gpus_training(devices):
+    columns = MemoryStore(4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for number, device in enumerate(devices):
+            columns.store(np.array([1, 2 + number]), number, {"eta": torch.ones(2, device=device)})
+        loaded = columns.load(np.arange(4), None)
+    assert loaded.present.tolist() == [False, True, True, True]
+    assert loaded.rows["eta"].device.type == devices[0]
 
 
 def test_a_mechanisms_state_is_kept_with_its_client():
