@@ -235,7 +235,8 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+        return kinds[0] == kinds[1] and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
     if isinstance(one, tuple | list | deque):

@@ -309,3 +309,21 @@ def test_what_is_written_into_any_container_is_seen(kept: Any) -> None:
         model(torch.zeros(1, 2))
         assert state.changed == ["the model's kept"]
     assert state.changed == []
+
+
+def test_a_tensor_that_a_forward_converts_is_seen() -> None:
+    class Converting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(2, 2), torch.ones(2, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale = self.scale.to(x)
+            return self.layer(x * self.scale)
+
+    model = Converting()
+    state = OwnState(model, CrossEntropy())
+    with state.restored():
+        model(torch.zeros(1, 2))
+        assert state.changed == ["the model's scale"]
+    assert model.scale.dtype == torch.float64
