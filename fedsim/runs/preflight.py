@@ -235,7 +235,7 @@ def _try_example(resolved: Resolved) -> None:
     x = one.inputs(index, theta.dtype)
     outputs = trainer.path.outputs(theta, x[None])[0].detach().requires_grad_()
     # For outputs without a gradient `torch.func` returns zeros: clients would learn nothing.
-    if not trainer.loss(outputs, one.targets(index, theta.dtype)).requires_grad:
+    if not trainer.trained.loss(outputs, one.targets(index, theta.dtype)).requires_grad:
         raise FedsimError(
             f"task.loss = {resolved.config.task.loss!r}, whose values have no gradient (as after "
             "argmax, detach or a comparison); it must be differentiable in the model's outputs."

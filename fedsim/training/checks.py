@@ -15,6 +15,7 @@ from fedsim.errors import FedsimError
 from fedsim.models.normalization import statistics_of
 from fedsim.models.parameters import refuse_gradient_hooks
 from fedsim.rows.block import Ids
+from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 
 CARRIED = (torch.float16, torch.float32, torch.float64)
@@ -69,6 +70,15 @@ def device_of(device: torch.device | str) -> torch.device:
             "that is there, such as 'cpu'."
         ) from None
     return result
+
+
+def loss_on(loss: Loss, device: torch.device) -> Loss:
+    """The loss; if it is a module with tensors on another device, a copy of it on this one."""
+    if not isinstance(loss, nn.Module):
+        return loss
+    tensors = (*loss.parameters(), *loss.buffers())
+    is_there = all(tensor.device.type == device.type for tensor in tensors)
+    return loss if is_there else copy.deepcopy(loss).to(device)
 
 
 def check_call(

@@ -17,6 +17,7 @@ from fedsim.process import thread_pool
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import MeanOf, Metric
+from fedsim.training import checks
 from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
@@ -101,7 +102,8 @@ class Evaluation:
     @cached_property
     def _metrics(self) -> Mapping[str, Metric]:
         """Loss and metrics, which carry nothing over from one client's examples to another's."""
-        metrics = {"loss": MeanOf(self.trained.loss), **self.metrics}
+        loss = checks.loss_on(self.trained.loss, torch.device("cpu"))
+        metrics = {"loss": MeanOf(loss), **self.metrics}
         return {name: _restored_metric(metric) for name, metric in metrics.items()}
 
     @cached_property

@@ -166,7 +166,7 @@ class Trainer:
         make = partial(
             local_rounds,
             workload=self.workload,
-            loss=self.loss,
+            loss=checks.loss_on(self.loss, self.device),
             kernel=self.kernel,
             block_size=self.block_size,
             max_grad_norm=max_grad_norm,
