@@ -42,8 +42,7 @@ class _SavedAttributes:
 
     attributes: MutableMapping[str, Any]
     names: frozenset[str]
-    constant: dict[str, Any]
-    changeable: dict[str, Any]
+    copies: dict[str, Any]
 
 
 class OwnState:
@@ -112,20 +111,14 @@ class OwnState:
             f"{owner_name}{name}"
             for owner_name, saved in self._saved
             for name in sorted({*_own_entries(saved.attributes)} | saved.names)
-            if not _same(
-                saved.attributes.get(name, _NOTHING),
-                (saved.constant | saved.changeable).get(name, _NOTHING),
-            )
+            if not _same(saved.attributes.get(name, _NOTHING), saved.copies.get(name, _NOTHING))
         ]
 
     def _save(self, attributes: MutableMapping[str, Any]) -> _SavedAttributes:
-        entries = _own_entries(attributes)
-        constant = {k: v for k, v in entries.items() if self._is_constant(v)}
-        variable = {k: v for k, v in entries.items() if k not in constant}
-        changeable = {}
-        for name, value in variable.items():
+        entries, copies, shared = _own_entries(attributes), {}, dict(self._shared)
+        for name, value in entries.items():
             try:
-                changeable[name] = copy.deepcopy(value, dict(self._shared))
+                copies[name] = copy.deepcopy(value, shared)
             except Exception as error:  # a user's object may raise anything when it is copied
                 if self._strict:
                     raise FedsimError(
@@ -134,10 +127,7 @@ class OwnState:
                         "protected example, begins with the same values: they must be plain "
                         "values, tensors or modules."
                     ) from error
-        return _SavedAttributes(attributes, frozenset(entries), constant, changeable)
-
-    def _is_constant(self, value: Any) -> bool:
-        return isinstance(value, _NEVER_CHANGES) or id(value) in self._shared
+        return _SavedAttributes(attributes, frozenset(entries), copies)
 
     def _restore(self) -> None:
         # By identity: a forward may have put another module or parameter in a registry.
@@ -150,7 +140,7 @@ class OwnState:
         for _, saved in self._saved:
             for name in _own_entries(saved.attributes).keys() - saved.names:
                 del saved.attributes[name]
-            saved.attributes.update(saved.constant | saved.changeable)
+            saved.attributes.update(saved.copies)
 
 
 _NOTHING = object()
