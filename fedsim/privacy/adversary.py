@@ -103,8 +103,13 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
 
 def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
     """Sentences on who sees what under secure aggregation."""
-    threshold = min(int(entry.public["secagg-threshold"] or 0) for entry in masked)
-    colluders = max(int(entry.public["secagg-colluders"] or 0) for entry in masked)
+    sums = [
+        (int(entry.public["secagg-threshold"] or 0), int(entry.public["secagg-colluders"] or 0))
+        for entry in masked
+    ]
+    # Of runs with different settings, what all of them allow.
+    threshold, colluders = min(t for t, _ in sums), min(c for _, c in sums)
+    honest = min(t - c for t, c in sums)
     are_full = all(entry.event.law.is_gaussian and entry.event.law.rate == 1 for entry in masked)
     view = (
         f"sees sums of at least {threshold} masked shares (secure aggregation), and up to "
@@ -118,7 +123,7 @@ def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
         f"{view}; it also knows who was sampled, so that less is promised against it "
         "(secagg.observer).",
         "Clients bound their own rows and add noise to their shares, so that the fewest honest "
-        f"clients of a sum, {threshold - colluders}, bring all of the noise that is counted. That "
+        f"clients of a sum, {honest}, bring all of the noise that is counted. That "
         "clients drop out is assumed not to depend on their data.",
     ]
 

@@ -131,6 +131,17 @@ def test_nothing_is_promised_against_a_server_that_saw_some_updates(public):
     assert "none missing" not in said
 
 
+def test_of_runs_with_different_thresholds_only_what_all_of_them_allow_is_promised():
+    ledger = Ledger(delta=DELTA)
+    for threshold, colluders in ((4, 1), (10, 6)):
+        public = {"secagg-threshold": threshold, "secagg-colluders": colluders}
+        event = Event.of(FullCohort(10), 5.0)
+        ledger.record(Entry(round=1, event=event, placement="client", public=public))
+    said = str(ledger.statement())
+    assert "sums of at least 4 masked shares (secure aggregation), and up to 1 clients" in said
+    assert "the fewest honest clients of a sum, 3, bring" in said
+
+
 def test_what_a_user_declares_and_what_was_only_probed_is_said():
     ledger = Ledger(delta=DELTA)
     ledger.record(
