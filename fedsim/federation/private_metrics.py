@@ -63,7 +63,8 @@ class PrivateEvaluation(ClientEvaluation):
         # Keyed by everything that determines this release: two runs that differ in their metrics
         # must not share noise.
         keyed = self.rounds.randomness
-        release = digest_of({"rounds": keyed.release, "evaluation": self.plan})
+        settings = {"evaluation": self.plan, "ranges": self.released.ranges}
+        release = digest_of({"rounds": keyed.release, **settings})
         self._randomness = Randomness(keyed.seed, release)
         self._has_warned = False
 

@@ -200,6 +200,13 @@ def test_other_settings_of_an_evaluation_have_other_noise() -> None:
     exact = clients.accuracies[clients.examples > 0].mean()
     moves = [(value - exact) / scale for value, scale in zip(seen, (1, 2, 2**0.5, 1), strict=True)]
     assert all(abs(a - b) > 1e-6 for i, a in enumerate(moves) for b in moves[:i])
+    # Two sums that differ in a range or metric would reveal each other under the same noise.
+    renamed = [ValueRange("loss", 0.0, 1.0)]
+    releases = [
+        strategy_of(ranges=ranges).evaluation.metrics_sum(1).release()
+        for ranges in (ACCURACY, wider, renamed)
+    ]
+    assert len({release.tobytes() for release in releases}) == 3
     # And the rounds' own does not depend on them.
     assert run(strategy_of(), clients, 1)[1] == run(strategy_of(), clients, 1)[1]
 
