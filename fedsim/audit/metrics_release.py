@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class MetricsEvidence:
         """Samples and checks of a private evaluation."""
         yield lambda: self.noise, catalogue.NOISE
         yield lambda: self.sampled, catalogue.DRAWS
+        yield lambda: self.same_seed_other_settings, catalogue.ANOTHER_RUN
         yield lambda: self.evaluated, _EVALUATED
 
     @property
@@ -62,6 +63,27 @@ class MetricsEvidence:
         std = runs[0].plan.noise.multiplier * joint_norm(runs[0].released.ranges)
         units = np.array(noise) / std
         return NoiseSample.of(units, [slice(0, units.shape[-1])])
+
+    @property
+    def same_seed_other_settings(self) -> tuple[Floats, str]:
+        """Releases without replies of runs with one seed and different evaluations.
+
+        If they shared noise, their difference would show sums without noise.
+        """
+        released = self._evaluations[0].released
+        louder = replace(released, noise_multiplier=1.25 * released.noise_multiplier)
+        wider = replace(
+            released,
+            ranges=[replace(one, high=2 * one.high - one.low) for one in released.ranges],
+        )
+        rows = []
+        for private in (released, louder, wider):
+            evaluation = _evaluation(self.strategies(self.seed))
+            other = replace(evaluation, metrics=replace(evaluation.metrics, private=private))
+            noise = [other.metrics_sum(n).release() for n in range(1, ROUNDS + 1)]
+            rows.append(np.concatenate(noise))
+        examined = f"{ROUNDS} evaluations of each of three configs of one seed"
+        return np.array(rows), examined
 
     @property
     def sampled(self) -> Sampled:

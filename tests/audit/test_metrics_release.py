@@ -124,9 +124,24 @@ def _everyone_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateEvaluation, "evaluators", everyone)
 
 
+def _keyed_by(*parts: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Key the noise of evaluations by these settings alone."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        from fedsim.federation import private_metrics
+
+        digest = private_metrics.digest_of
+        fewer = lambda settings: digest({part: settings[part] for part in parts})  # noqa: E731
+        monkeypatch.setattr(private_metrics, "digest_of", fewer)
+
+    return plant
+
+
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
+        (_keyed_by(), "noise: noise of another run"),
+        (_keyed_by("rounds", "evaluation"), "noise: noise of another run"),
         (_less_noise, "noise: size in each layer"),
         (_same_noise, "noise: exact repeats"),
         (_wider_bound, "bound: what one client's metrics move"),
