@@ -193,7 +193,7 @@ def _audit_target(
     from fedsim.audit.outside import TargetClaim, audit_target, open_target
 
     claimed = TargetClaim.read(claim, plain)
-    with open_target(target, python) as opened_target:
+    with open_target(target, python, options["seconds"]) as opened_target:
         verdict = audit_target(opened_target, claimed, **options)
     return verdict, {"target": target, **claimed.assumptions}
 

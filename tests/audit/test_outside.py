@@ -226,6 +226,9 @@ def test_a_claim_that_cannot_be_is_refused(values: dict[str, Any], words: str) -
 
 
 FILE = """
+import os
+import time
+
 import numpy as np
 
 print("a line printed when it is imported")
@@ -250,15 +253,24 @@ def failing(federation):
 
 def asking(federation):
     input("go on?")
+
+def exiting(federation):
+    os._exit(0)
+
+def hanging(federation):
+    time.sleep(600)
+
+def with_fedsim(federation):
+    from fedsim.audit.outside import TargetRelease
+    return TargetRelease(honest(federation), statistics={"loss": [0.0] * federation.rounds})
 """
 
 
-@pytest.mark.parametrize("python", ["", sys.executable])
-def test_a_target_runs_here_or_in_another_environment(tmp_path: Path, python: str) -> None:
+def test_a_target_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     claim = claim_of(rounds=3)
-    with open_target(f"{path}:honest", python) as target:
+    with open_target(f"{path}:honest") as target:
         assert audit_target(target, claim, runs=30).accepted
     for name, words in (
         ("late", r"it must be \[3, 64\]"),
@@ -267,9 +279,33 @@ def test_a_target_runs_here_or_in_another_environment(tmp_path: Path, python: st
     ):
         with (
             pytest.raises(FedsimError, match=words),
-            open_target(f"{path}:{name}", python) as target,
+            open_target(f"{path}:{name}") as target,
         ):
             audit_target(target, claim, runs=30)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("exiting", "its process has ended"), ("hanging", "has not ended after 4 s")],
+)
+def test_a_target_that_ends_its_process_or_never_ends_is_an_error(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    with (
+        pytest.raises(FedsimError, match=words),
+        open_target(f"{path}:{name}", seconds=1.2) as target,
+    ):
+        audit_target(target, claim_of(rounds=3), runs=30)
+
+
+def test_a_target_may_release_what_it_imports_from_fedsim(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    with open_target(f"{path}:with_fedsim") as target:
+        federation = SyntheticFederation(np.zeros((3, 64)), np.ones(3), rounds=2, seed=1)
+        assert target(federation).statistics["loss"].tolist() == [0.0, 0.0]
 
 
 def test_a_process_that_does_not_end_is_ended(
@@ -306,19 +342,15 @@ def test_the_reason_is_told_if_a_target_fails_on_rows_of_zeros_only() -> None:
     assert (found.measured, found.p_value) == ("ZeroDivisionError: by a row's length", 0.0)
 
 
-def test_both_ways_of_running_a_target_release_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_target_prints_is_not_in_the_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     rows = np.random.default_rng(1).normal(size=(20, 64))
-    federation = SyntheticFederation(rows, np.ones(20), rounds=2, seed=7)
-    models = []
-    for python in ("", sys.executable):
-        with open_target(f"{path}:honest", python) as target:
-            models.append(target(federation).models)
-    assert np.array_equal(*models)
-    assert capsys.readouterr().out == ""  # which is the verdict's
+    with open_target(f"{path}:honest") as target:
+        target(SyntheticFederation(rows, np.ones(20), rounds=2, seed=7))
+    assert capfd.readouterr().out == ""  # which is the verdict's
 
 
 def test_the_verdict_is_json_too() -> None:

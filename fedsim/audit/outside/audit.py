@@ -1,23 +1,19 @@
 """Loads a target by its name, and audits it: attacks, checks of noise and sampling, a verdict.
 
-A target is a callable in this process, or in another one with its own packages.
+A target is a callable here, or by name in a process of its own, perhaps with other packages.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import (
-    AbstractContextManager,
-    contextmanager,
-    nullcontext,
-    redirect_stdout,
-    suppress,
-)
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -40,7 +36,7 @@ from fedsim.audit.outside.attacks import (
 )
 from fedsim.audit.outside.causes import RowCauses
 from fedsim.audit.outside.claims import TargetClaim
-from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease, load
+from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.verdict import Verdict, check_numbers, risk_of_attack
 from fedsim.errors import FedsimError
@@ -278,85 +274,93 @@ def audit_target(
         raise FedsimError(f"the target cannot be audited: {error}") from error
 
 
-def open_target(name: str, python: str = "") -> AbstractContextManager[Target]:
-    """Open a target by name.
+@contextmanager
+def open_target(name: str, python: str = "", seconds: float = 25.0) -> Iterator[Target]:
+    """Open a target by name, in a process of its own: whatever it does ends that process alone.
 
     Parameters
     ----------
     name : str
         ``module:callable`` or ``path/to/file.py:callable``.
     python : str
-        Python interpreter of another environment, in which the target runs as a process; it
-        needs numpy there. Empty for this process.
+        Python interpreter of another environment; it needs numpy there. Empty for this one's.
+    seconds : float
+        As for `audit_target`. A run is ended if `FEWEST_RUNS` like it would take `MOST_OVERRUN`
+        times as long.
 
     Raises
     ------
     FedsimError
-        If there is no such target, or its result is not a release.
+        If there is no such target, its result is not a release, or a run does not end.
     """
-    return _remote_target(name, python) if python else nullcontext(_local_target(name))
-
-
-def _local_target(name: str) -> Target:
-    try:
-        with redirect_stdout(sys.stderr):
-            call = load(name)
-    except (Exception, SystemExit) as error:
-        raise FedsimError(f"--target is {name}, which cannot be loaded: {error}.") from error
-
-    def target(federation: SyntheticFederation) -> TargetRelease:
-        try:
-            # What a target prints must not be mixed with the verdict.
-            with redirect_stdout(sys.stderr):
-                return TargetRelease.of(call(federation), federation)
-        except (Exception, SystemExit) as error:
-            raise TargetError(name, f"{type(error).__name__}: {error}") from error
-
-    return target
-
-
-@contextmanager
-def _remote_target(name: str, python: str) -> Iterator[Target]:
-    command = [python, str(Path(__file__).with_name("federation.py")), name]
+    if not 0 < seconds <= 1e6:
+        raise FedsimError(f"seconds is {seconds}; it must be above 0, and at most 1e6.")
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python or sys.executable, str(Path(__file__).with_name("federation.py")), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
         )
     except OSError as error:
         raise FedsimError(
             f"--python is {python}, which cannot be run: {error.strerror}."
         ) from error
-    assert process.stdin is not None
-    assert process.stdout is not None
-    sends, receives = process.stdin, process.stdout
     with tempfile.TemporaryDirectory() as directory:
-
-        def target(federation: SyntheticFederation) -> TargetRelease:
-            request = asdict(federation)
-            for key in ("rows", "examples"):
-                path = f"{directory}/{key}.npy"
-                np.save(path, request[key])
-                request[key] = path
-            try:
-                sends.write(json.dumps(request) + "\n")
-                sends.flush()
-                line = receives.readline()
-            except BrokenPipeError:
-                line = ""
-            answer = json.loads(line) if line else {"error": "its process has ended"}
-            if "error" in answer:
-                raise TargetError(name, answer["error"])
-            answer["models"] = np.load(answer["models"])
-            return TargetRelease.of(answer, federation)
-
         try:
-            yield target
+            yield _RemoteTarget(name, process, directory, MOST_OVERRUN * seconds / FEWEST_RUNS)
         finally:
             # If the process has ended, closing the pipe writes what it did not read, and fails.
             with suppress(BrokenPipeError):
-                sends.close()
+                assert process.stdin is not None
+                process.stdin.close()
             try:
                 process.wait(timeout=SECONDS_TO_END)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@dataclass
+class _RemoteTarget:
+    """A target in a process, which is ended if one run takes longer than ``limit`` seconds."""
+
+    name: str
+    process: subprocess.Popen[str]
+    directory: str
+    limit: float
+    _ending: str = field(default="its process has ended", init=False)
+
+    def __call__(self, federation: SyntheticFederation) -> TargetRelease:
+        request = asdict(federation)
+        for key in ("rows", "examples"):
+            path = f"{self.directory}/{key}.npy"
+            np.save(path, request[key])
+            request[key] = path
+        timer = threading.Timer(self.limit, self._end)
+        timer.daemon = True
+        timer.start()
+        line = self._answer_to(json.dumps(request) + "\n")
+        timer.cancel()
+        answer = json.loads(line) if line else {"error": self._ending}
+        if "error" in answer:
+            raise TargetError(self.name, answer["error"])
+        answer["models"] = np.load(answer["models"])
+        return TargetRelease.of(answer, federation)
+
+    def _end(self) -> None:
+        self._ending = f"one run has not ended after {self.limit:.3g} s (--seconds may be more)"
+        self.process.kill()
+
+    def _answer_to(self, request: str) -> str:
+        """One line; empty if the process has ended."""
+        sends, receives = self.process.stdin, self.process.stdout
+        assert sends is not None
+        assert receives is not None
+        try:
+            sends.write(request)
+            sends.flush()
+            return receives.readline()
+        except BrokenPipeError:
+            return ""
