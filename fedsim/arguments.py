@@ -13,6 +13,7 @@ import typing
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date, time
 from numbers import Integral, Real
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -190,6 +191,8 @@ def shown(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a whole number of {value.bit_length()} bits"
+    if isinstance(value, date | time):  # TOML has them; a datetime is a date
+        return str(value)
     text = repr(value)
     if "\n" in text:  # arrays, models
         return f"an object of {type(value).__name__}"

@@ -62,6 +62,8 @@ BAD = {
     ("client.lr=0",): "client.lr = 0; it must be greater than 0.",
     ("client.lr=nan",): "client.lr = nan; it must be a finite number.",
     ("rounds=1.5",): "rounds = 1.5; it must be a whole number.",
+    ("title=2026-01-31",): "title = 2026-01-31; it must be a string.",
+    ("client.lr=10:30:00",): "client.lr = 10:30:00; it must be a number.",
     ("rounds=0",): "rounds = 0; it must be at least 1.",
     ("seed=-1",): "seed = -1; it must be an integer from 0 to 2^63 - 1.",
     ("data.download=3",): "data.download = 3; it must be true or false.",
