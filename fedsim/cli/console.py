@@ -44,10 +44,12 @@ def config_in(source: Path) -> Path:
     if not source.is_dir():
         return source
     config = source / "config.toml"
-    if not config.is_file() or not (source / ".fedsim-run").is_file():
-        raise FedsimError(
-            f"{source} is not a run's directory; give a config, or a run's directory."
-        )
+    for file in (config, source / ".fedsim-run"):
+        if not file.is_file():
+            raise FedsimError(
+                f"{source} is not a run's directory: it has no {file.name}; give a config, or a "
+                "run's directory."
+            )
     return config
 
 

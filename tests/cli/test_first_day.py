@@ -220,7 +220,12 @@ def test_what_takes_a_config_takes_a_run_for_its_config(
     assert told[0] == told[1]
     assert "cannot read" not in told[0][1]
     assert status(*command.replace("RUN", ".").split()) == 2
-    assert said(capsys).endswith(". is not a run's directory; give a config, or a run's directory.")
+    assert said(capsys).endswith(
+        ". is not a run's directory: it has no config.toml; give a config, or a run's directory."
+    )
+    Path("runs/small/.fedsim-run").unlink()  # hidden, so that `cp -r runs/small/* here` leaves it
+    assert status(*command.replace("RUN", "runs/small").split()) == 2
+    assert "small is not a run's directory: it has no .fedsim-run; give" in said(capsys)
 
 
 def test_explaining_a_table_fits_on_a_screen_and_names_the_way_to_more(
