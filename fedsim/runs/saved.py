@@ -97,8 +97,8 @@ def load(
         ) from None
     if not directory.model.is_file():
         raise FedsimError(
-            f"{directory.path} has no model.safetensors: the run has not ended; resume it by "
-            f"`fedsim run {directory.path} --resume`."
+            f"{directory.path} has no model.safetensors, which a run writes when it ends; `fedsim run "
+            f"{directory.path} --resume` does so."
         )
     state = Checkpoints(directory.checkpoint).best() if best else None
     if best and state is None:
