@@ -169,7 +169,7 @@ class RunDirectory:
                 self._refuse_in_use(self._lock.take())
                 files = (self.config, *self._ending_files)
                 before = {path: regular_files.read_bytes(path) for path in files if path.is_file()}
-                sizes = self._round_file_sizes()
+                lines = self._round_lines()
             try:
                 with self._explained():
                     replace(self.config, config_toml.encode())
@@ -178,22 +178,26 @@ class RunDirectory:
                 yield
                 has_lost_signature = self.signature in before and not self.signature.exists()
                 if has_lost_signature and before[self.config] == config_toml.encode():
-                    self._put_back(before, sizes)
+                    self._put_back(before, lines)
             except BaseException:
-                self._put_back(before, sizes)
+                self._put_back(before, lines)
                 raise
         finally:
             self._lock.release()
 
-    def _put_back(self, before: Mapping[Path, bytes], sizes: Sequence[int]) -> None:
+    def _put_back(self, before: Mapping[Path, bytes], lines: Sequence[int]) -> None:
         """Write these files again, unless a round has been made since."""
-        if self._round_file_sizes() == sizes:
+        if self._round_lines() == lines:
             for path, content in before.items():
                 replace(path, content)
 
-    def _round_file_sizes(self) -> list[int]:
-        """Sizes of the files that grow with every round."""
-        return [path.stat().st_size for path in (self.metrics, self.ledger) if path.is_file()]
+    def _round_lines(self) -> list[int]:
+        """Numbers of lines of the files that grow with every round.
+
+        Opening a ledger repairs a torn last line, which changes its size, but adds no line.
+        """
+        files = (path for path in (self.metrics, self.ledger) if path.is_file())
+        return [len(regular_files.read_bytes(path).splitlines()) for path in files]
 
     @contextmanager
     def claim(self, config_toml: str, *, overwrite: bool = False) -> Iterator[None]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy.digest import KEY, Fingerprints
 from fedsim.privacy.durable import named_errors, replace
 from fedsim.privacy.statement import epsilon_marks
 
@@ -192,6 +192,12 @@ class MetricsFile:
         """
         rows = self.rows()[: length - 1]
         if code and self.path.exists():
+            if not (key := self.path.with_name(KEY)).exists():
+                raise FedsimError(
+                    f"{key} is missing, by which the rows of {self.path.name} are recognised; "
+                    f"restore it, or remove {self.path.name}, and with it the rows of the rounds "
+                    "so far."
+                )
             row_code = self.row_code(self._texts()[: len(rows)])
             if row_code.hexdigest() != code:
                 raise self._damaged(f"its first {len(rows)} rows are not those that the run wrote")

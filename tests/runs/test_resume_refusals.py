@@ -413,3 +413,24 @@ def test_flags_that_could_not_do_what_they_say(
     with pytest.raises(FedsimError, match=sentence):
         fedsim.run(CONFIG, **flags)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_resume_that_is_refused_after_the_ledgers_repair_keeps_how_the_run_ended(done):
+    done.ledger.write_bytes(done.ledger.read_bytes()[:-300])
+    before = {path.name: path.read_bytes() for path in done.path.iterdir() if path.is_file()}
+    with pytest.raises(FedsimError, match="does not continue the checkpoint's"):
+        resume(done)
+    after = {path.name: path.read_bytes() for path in done.path.iterdir() if path.is_file()}
+    repaired = after.pop(done.ledger.name)
+    assert b'"torn"' in repaired
+    assert before.pop(done.ledger.name) != repaired
+    assert after == before
+
+
+def test_without_its_key_a_run_is_not_resumed_and_gets_no_other(done):
+    key = done.path / "fingerprint.key"
+    key.unlink()
+    with pytest.raises(FedsimError, match=r"fingerprint\.key is missing, by which the rows of"):
+        resume(done)
+    assert not key.exists()
+    assert Ending.read(done.path) == ("finished", "")
