@@ -223,10 +223,8 @@ def _table(frame: Any) -> dict[str, Sequence[Any]]:
             f"a table has the columns {', '.join(names)}; each needs a different name."
         )
     lengths = {name: len(c) if isinstance(c, list) else None for name, c in table.items()}
-    if len(set(lengths.values())) != 1 or not all(lengths.values()):
-        raise FedsimError(
-            f"a table has columns of the lengths {lengths}; they must be equal, and above 0."
-        )
+    if len(set(lengths.values())) != 1 or None in lengths.values():
+        raise FedsimError(f"a table has columns of the lengths {lengths}; they must be equal.")
     return table
 
 

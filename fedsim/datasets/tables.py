@@ -113,6 +113,9 @@ def arrays_of_tables(
     for name in roles.names:
         if name not in test:
             raise FedsimError(f"{where} has no column '{name}' among its test examples.")
+    for split, part in (("training", train), ("test", test)):
+        if not len(part[roles.target]):
+            raise FedsimError(f"{where} has no {split} examples; it must have some.")
     kinds = {
         name: declared.get(name) or found_type(name, train[name], test[name], where)
         for name in (*roles.inputs, roles.target)
@@ -388,6 +391,4 @@ def read_csv(path: Path) -> dict[str, list[str]]:
             f"{path} could not be read ({error}); it must be a table in UTF-8 whose first line "
             "names the columns."
         ) from None
-    if not columns[0]:
-        raise FedsimError(f"{path} has no rows; it must have a line for each example.")
     return dict(zip(names, columns, strict=True))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from os import PathLike, fspath
 from typing import Any
 
@@ -97,8 +98,8 @@ def load(
         ) from None
     if not directory.model.is_file():
         raise FedsimError(
-            f"{directory.path} has no model.safetensors, which a run writes when it ends; `fedsim run "
-            f"{directory.path} --resume` does so."
+            f"{directory.path} has no model.safetensors, which a run writes when it ends; "
+            f"`fedsim run {directory.path} --resume` does so."
         )
     state = Checkpoints(directory.checkpoint).best() if best else None
     if best and state is None:
@@ -254,8 +255,9 @@ class SavedRun:
 
         Returns
         -------
-        array ``[N]`` or ``[N, L]``
-            Classes as integers, for each example or each of its positions; for regression, numbers.
+        array ``[N]``, ``[N, L]`` or ``[N, K]``
+            Classes as integers, for each example or each of its positions; for regression, numbers;
+            for several labels per example, their logits: above 0 for a label that is predicted.
 
         Raises
         ------
@@ -266,7 +268,8 @@ class SavedRun:
         # Copies: a forward may write to its inputs, which may be the caller's own array.
         outputs = torch.cat([self.model(part.clone()) for part in torch.split(inputs, _CHUNK)])
         if not self._dataset.num_classes:
-            numbers: Array = outputs.reshape(len(inputs), -1).numpy()
+            # No -1: of no examples, torch cannot infer it.
+            numbers: Array = outputs.reshape(len(inputs), prod(outputs.shape[1:])).numpy()
             return numbers[:, 0] if numbers.shape[1] == 1 else numbers
         shape = (len(inputs), *self._dataset.train.y.shape[1:])
         return predicted_classes(with_class_axis(outputs, shape)).numpy()

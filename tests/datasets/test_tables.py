@@ -141,7 +141,7 @@ def test_ages_without_a_range_are_warned_of_because_steps_diverge_on_them(tmp_pa
         (PEOPLE, {"columns": COLUMNS, "types": "sex=number"}, "it must be a finite number"),
         (PEOPLE + "1,2\n", {"columns": COLUMNS}, "2 values in line 8; .* each of its 5 columns"),
         ("a,a,y\n1,2,3\n", {"columns": "y=y"}, "its first line must name the columns"),
-        ("a,y\n", {"columns": "y=y"}, "has no rows"),
+        ("a,y\n", {"columns": "y=y"}, "has 0 rows; it must have 5"),
         ("", {"columns": "y=y"}, "its first line must name the columns"),
         ('a,y\n"1,2\n', {"columns": "y=y"}, "could not be read"),
         (PEOPLE, {"columns": "y=income,y=age"}, "others, each once"),
@@ -161,6 +161,14 @@ def test_a_table_that_cannot_be_is_one_sentence(tmp_path, text, settings, senten
     path.write_text(text)
     with pytest.raises(FedsimError, match=sentence):
         datasets.load(str(path), **settings)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_both_parts_of_a_table_have_rows(split):
+    part = {"train": {"a": [1.0, 2.0], "y": [0, 1]}, "test": {"a": [1.0, 2.0], "y": [0, 1]}}
+    part[split] = {"a": [], "y": []}
+    with pytest.raises(FedsimError, match=f"table has no {split}.* examples; it must have some"):
+        datasets.from_table(**part, columns="y=y")
 
 
 def test_an_empty_line_is_no_row(people, tmp_path):

@@ -300,6 +300,17 @@ def test_one_output_without_an_axis_is_a_logit_of_each_class(tmp_path: Path, inn
     assert (predicted == y).mean() == saved.evaluate(data)["accuracy"]
 
 
+@pytest.mark.parametrize("width", [(), (2,)])
+def test_of_no_examples_the_predicted_numbers_are_none(tmp_path: Path, width: Any) -> None:
+    x = np.ones((8, 3), np.float32)
+    config = fedsim.RunConfig().replace(
+        rounds=1, partition={"clients": 2}, task={"loss": "squared-error", "metrics": "rmse"}
+    )
+    data = ((x, np.ones((8, *width), np.float32)),) * 2
+    fedsim.run(config, data=data, out=tmp_path)
+    assert fedsim.load(tmp_path).predict(x[:0]).shape == (0, *width)
+
+
 @pytest.mark.parametrize("of_file", [False, True])
 def test_predictions_take_the_tables_that_training_takes(tmp_path: Path, of_file: bool) -> None:
     path, out, columns = tmp_path / "people.csv", tmp_path / "out", "y=ill,x=age+sex+dose=mg"
@@ -324,6 +335,9 @@ def test_predictions_take_the_tables_that_training_takes(tmp_path: Path, of_file
     assert (predicted[is_test] == saved.predict(data.test.x)).all()
     for same in (path, str(path), frame.to_dict("list"), frame[["sex", "dose=mg", "age"]]):
         assert (saved.predict(same) == predicted).all()
+    path.write_text("sex,dose=mg,age\n")
+    for empty in (frame.iloc[:0], {"age": [], "sex": [], "dose=mg": []}, path):
+        assert saved.predict(empty).shape == (0,)
     assert saved.predict(frame.iloc[:1]).shape == (1,)
     for wrong, words in (
         (frame.drop(columns="age"), "none is that of the input 'age scaled from 0:100'"),
