@@ -56,7 +56,7 @@ def made(normec, targets, bound, cohort, rounds, beta=0.5, gamma=1.0, steps=1):
     kept = trainer.state()
     memories = torch.zeros_like(targets)
     memories[kept["client_ids"]] = trainer.packing.unpack(kept["memory"])
-    return tensors(result.arrays)["weight"].flatten(), memories, server.memory
+    return tensors(result.arrays)["weight"].flatten(), memories, strategy.server_optimizer.memory
 
 
 def test_the_memory_goes_as_worked_out_by_hand(normec):

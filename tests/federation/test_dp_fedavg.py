@@ -445,6 +445,20 @@ def test_server_optimizers_see_the_negative_mean_as_gradient() -> None:
     torch.testing.assert_close(reached(adam(lr=0.1), 1), 0.1 * clipped.sign(), atol=1e-5, rtol=0)
 
 
+def test_runs_that_are_given_one_server_optimizer_share_no_momentum() -> None:
+    optimizer = adam(lr=0.1)
+
+    def strategy() -> DPFedAvg:
+        mechanism, cohort = Clipping(1.0), FullCohort(2)
+        return DPFedAvg(mechanism=mechanism, noise_multiplier=1.0, cohort=cohort, seed=1,
+                        server_optimizer=optimizer)  # fmt: skip
+
+    both = [strategy(), strategy()]
+    reached = [start(Fixed(torch.ones(2, 2)), one, torch.zeros(2), 3) for one in both]
+    assert torch.equal(*reached)
+    assert optimizer.state() == {}
+
+
 def test_on_round_is_called_after_each_round() -> None:
     rounds: list[int] = []
     strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(2), seed=4)
