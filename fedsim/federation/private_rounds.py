@@ -30,10 +30,7 @@ from fedsim.federation.participants import Participants
 from fedsim.federation.round_report import Failures, RoundReport
 from fedsim.federation.rounds import ResumableStrategy
 from fedsim.federation.state_tree import Tree
-from fedsim.federation.strategy_checks import (
-    refuse_running_statistics,
-    refuse_too_many,
-)
+from fedsim.federation.strategy_checks import refuse_too_many, refuse_untrainable
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger
@@ -282,8 +279,7 @@ class PrivateRounds(ResumableStrategy):
             return layout
         if self._layout is not None:
             raise FedsimError("the model's parameters changed names or shapes during the run.")
-        if self.private:
-            refuse_running_statistics(server)
+        refuse_untrainable(server, private=self.private)
         parameters = [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]
         if self._parameters is None:
             self._mechanism_state = self.plan.bound.init(layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from fedsim.mechanisms import Mechanism
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.rows.layout import Layout
+from fedsim.training.checks import CARRIED
 
 SPREAD = 10.0
 """Margin for Poisson cohorts: none exceeds its expected size by so many standard deviations."""
@@ -196,18 +197,28 @@ def refuse_too_many(cohort: Cohort, max_rows: int) -> None:
         )
 
 
-def refuse_running_statistics(names: Iterable[str]) -> None:
-    """Refuse running statistics of clients' examples among the parameters of a private run.
+def refuse_untrainable(arrays: Mapping[str, Tensor], *, private: bool) -> None:
+    """Refuse parameters that could not be trained here as the caller expects.
 
-    They are recognised by the names that torch and Keras give them.
+    These are complex numbers, which are in no row, formats that no Flower array carries, and, in a
+    private run, running statistics of clients' examples: they are recognised by the names that
+    torch and Keras give them.
 
     Raises
     ------
     FedsimError
         Naming the first.
     """
-    for name in names:
-        if name.rpartition(".")[2] in _RUNNING or name.rpartition("/")[2] in _RUNNING:
+    for name, tensor in arrays.items():
+        is_real = tensor.is_floating_point()
+        if tensor.is_complex() or (is_real and tensor.dtype not in CARRIED):
+            raise FedsimError(
+                f"'{name}' is {tensor.dtype}; parameters must be one of "
+                f"{', '.join(map(str, CARRIED))} (whole numbers and booleans are sent, but not "
+                "trained)."
+            )
+        is_running = name.rpartition(".")[2] in _RUNNING or name.rpartition("/")[2] in _RUNNING
+        if private and is_running:
             raise FedsimError(
                 f"'{name}' is a running statistic of the clients' examples, of which each client "
                 "sends the mean over its data with its update; a private run cannot have "

@@ -55,6 +55,15 @@ def test_running_statistics_are_refused_in_a_private_run(name):
     strategy(noise_multiplier=0.0).start(grid, initial, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16])
+def test_parameters_that_would_stay_untrained_or_fail_every_client_are_refused(dtype):
+    initial = array_record({"w": torch.zeros(2), "spectrum": torch.ones(2, dtype=dtype)})
+    refused = strategy()
+    with pytest.raises(FedsimError, match=f"'spectrum' is {dtype}; parameters must be one of"):
+        refused.start(LocalGrid(Fixed(torch.ones(4, 4))), initial, 1)
+    assert not refused.ledger.entries
+
+
 def test_a_population_that_differs_from_the_nodes_there_is_said(caplog):
     with caplog.at_level(logging.WARNING, logger="fedsim"):
         strategy(10).start(LocalGrid(Fixed(torch.ones(4, 2))), INITIAL, 3)
