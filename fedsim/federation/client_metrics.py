@@ -297,6 +297,12 @@ class ClientEvaluation:
         """The aggregated metrics to show; None in rounds without an evaluation."""
         instructions, self._instructions = self._instructions, None
         if instructions is None:
+            if any(True for _ in replies):  # of a subclass with its own `configure_evaluate`
+                _log.warning(
+                    "round %s: replies to an evaluation that this strategy did not configure are "
+                    "left out; aggregate them in an aggregate_evaluate of your own.",
+                    server_round,
+                )
             return None
         tally = Tally(instructions.recipients.client_ids)
         if isinstance(replies, Replies):

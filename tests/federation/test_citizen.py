@@ -7,13 +7,14 @@ import logging
 import pytest
 import torch
 from fixed_clients import Fixed
-from flwr.app import MetricRecord
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
-from fedsim.mechanisms import Clipping
+from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.strategies import DPFedAvg
 
 INITIAL = array_record({"w": torch.zeros(2)})
@@ -110,3 +111,15 @@ def test_an_observer_that_raises_ends_no_run_and_is_said_once(caplog):
     made.start(LocalGrid(Fixed(torch.ones(4, 2))), INITIAL, 3, on_round=fail)
     assert made.rounds_done == 3
     assert caplog.text.count("on_round failed; the run continues.") == 1
+
+
+def test_replies_to_an_evaluation_of_a_subclass_are_not_left_out_silently(caplog):
+    class Everybody(DPFedAvg):
+        def configure_evaluate(self, server_round, arrays, config, grid):
+            content = RecordDict({"arrays": arrays})
+            return [Message(content, node, "evaluate") for node in grid.get_node_ids()]
+
+    asked = Everybody(mechanism=NoPrivacy("uniform"), cohort=FullCohort(2))
+    with caplog.at_level(logging.WARNING, logger="fedsim"):
+        asked.start(LocalGrid(ClientApp(), num_nodes=2), INITIAL, 1)
+    assert "replies to an evaluation that this strategy did not configure" in caplog.text
