@@ -62,7 +62,7 @@ class QuantileClipping(ScalingBound):
             raise FedsimError(
                 f"noise-multiplier is {noise_multiplier:g}; with bit-noise {self.bit_noise:g} and "
                 f"{denominator:g} expected rows it must be below {bit:g}: choose a larger "
-                "bit-noise or cohort."
+                "bit-noise, or a larger cohort (client.batch-size if rows are examples)."
             )
         return {"sum": (noise_multiplier**-2 - bit**-2) ** -0.5, BIT: bit}
 

@@ -124,9 +124,10 @@ class Releaser:
             if not r > 0:
                 raise FedsimError(f"denominator is {r}; it must be above 0.")
         if noise.correlated and mechanism.init(layout):
+            unit, table = ("rounds", "") if exact else ("steps", "client.")
             raise FedsimError(
-                f"noise is correlated over rounds (noise.name), and the bound {mechanism} "
-                "(mechanism.name) changes between rounds; choose a constant bound, such as "
+                f"noise is correlated over {unit} ({table}noise.name), and the bound {mechanism} "
+                f"({table}mechanism.name) changes between {unit}; choose a constant bound, such as "
                 "clipping."
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise

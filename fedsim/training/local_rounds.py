@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Releaser
 from fedsim.randomness import Randomness
 from fedsim.rows.block import CLIENT_STATE
 from fedsim.training.batches import (
@@ -94,8 +95,13 @@ class LocalRounds:
         trained = self.trained
         if self.privacy is not None:
             self.method = method = Probe(trained).fastest(gradient_methods(trained))
-            work = self.workload.work
-            self.releases = ExampleReleases(self.privacy, trained, self.stepper, work, method)
+            work, stepper = self.workload.work, self.stepper
+            # Refuses a bound and noise that do not fit each other, with which every client would
+            # fail. A smaller client fails alone: its size may be protected.
+            largest = max(map(stepper.data.size, range(stepper.data.population)), default=0)
+            if (plan := self.privacy.plan(work, largest)) is not None:
+                Releaser([plan], stepper.packing.layout, exact=False)
+            self.releases = ExampleReleases(self.privacy, trained, stepper, work, method)
         # Here for all modules: to visit them for each block would take longer than a small step.
         trained.model.train()
 

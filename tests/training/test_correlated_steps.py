@@ -179,9 +179,14 @@ def test_poisson_batches_and_bounds_that_adapt_are_refused():
     with pytest.raises(FedsimError, match=r"client\.noise\.sampling is 'poisson'.*'shuffle'"):
         ExamplePrivacy(Clipping(1.0), noise=LambdaCGD(1.0))
     adapting = ExamplePrivacy(QuantileClipping(1.0), noise=FAMILIES[0], sampling="shuffle")
-    trainer = trainer_of(FAMILIES[0], privacy=adapting)
-    with pytest.raises(FedsimError, match=r"noise is correlated over rounds .*Quantile"):
-        next(trainer.train(trainer.initial(), np.arange(1), 1))
+    with pytest.raises(FedsimError, match=r"over steps \(client.noise.name\), .*Quantile"):
+        trainer_of(FAMILIES[0], privacy=adapting)
+
+
+def test_a_bound_that_leaves_no_noise_for_steps_is_refused_before_the_first_round():
+    few_rows = ExamplePrivacy(QuantileClipping(bit_noise=0.05), noise_multiplier=1.0)
+    with pytest.raises(FedsimError, match=r"bit-noise 0.05 and 3 expected rows .*batch-size"):
+        trainer_of(FAMILIES[0], privacy=few_rows)
 
 
 def test_less_noise_stands_in_an_update_at_equal_cost():
