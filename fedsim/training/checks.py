@@ -197,7 +197,8 @@ def check_algorithm(
             "patterns of the parameters that each client keeps to itself, such as 'head.*'."
         )
     if compression is not None and (personal or algorithm.receives):
-        reason = "model.personal is set" if personal else f"{name} makes more of it"
+        extra = f"{name} (client.name) is sent {', '.join(algorithm.receives)} too"
+        reason = "model.personal is set" if personal else extra
         raise FedsimError(
             f"client.compression is set, and {reason}; it must be empty, unless clients send their "
             "update alone and all that they train."
