@@ -213,11 +213,11 @@ class SampledGaussian(DominatingPair):
             else:
                 x = 0.5 + z**2 * (grid + np.log(-np.expm1(math.log1p(-q) - grid)) - math.log(q))
         x = np.where(np.isnan(x), -np.inf, x)
-        lower, shifted = _normal_masses(x / z), _normal_masses((x - 1) / z)
+        lower, shifted = normal_masses(x / z), normal_masses((x - 1) / z)
         return ((1 - q) * lower + q * shifted if q < 1 else shifted), lower
 
 
-def _normal_masses(points: Array) -> Array:
+def normal_masses(points: Array) -> Array:
     """Standard normal mass left of, between and right of ``points``: ``[len(points) + 1]``.
 
     Differences are taken in the nearer tail: in the upper one both values of ``ndtr`` are close to

@@ -48,6 +48,15 @@ def test_one_of_so_many_rounds_costs_what_brackets_say(
     assert accountant.cost(delta).rdp_epsilon >= found
 
 
+@pytest.mark.parametrize("z", [0.01, 0.04, 0.05, 0.1, 0.3, 1e5])
+def test_little_and_much_noise_cost_at_most_a_known_round(z) -> None:
+    rounds, delta = 10, 1e-9
+    found = Accountant([Event(noise_multiplier=z, law=AllocationLaw(rounds=rounds))]).epsilon(delta)
+    known = gaussian_epsilon(1 / z, delta)
+    # The mean S of the rounds' density ratios is at least a tenth of the known round's.
+    assert known - math.log(rounds) <= found <= known
+
+
 @pytest.mark.parametrize(("rounds", "z"), [(10, 1.0), (100, 0.5)])
 def test_the_profile_is_that_of_simulated_rounds(rounds, z) -> None:
     accountant = Accountant([Event(noise_multiplier=z, law=AllocationLaw(rounds=rounds))])

@@ -28,6 +28,7 @@ from fedsim.privacy.losses import (
     Reversed,
     SampledGaussian,
     gaussian_rdp,
+    normal_masses,
 )
 from fedsim.randomness import Draws
 from fedsim.registry import register
@@ -41,6 +42,8 @@ REACH = 9.0
 """Standard deviations that the grid covers; what is above it counts as an infinite loss."""
 MOST_MOMENT = 64
 """Largest order for which moments of S are computed."""
+LEAST_NOISE = 0.05
+"""Least z of a grid, whose largest losses are about ``1 / (2 z^2) + REACH / z``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +76,24 @@ class AllocationLaw(Law):
         return self.rounds // self.participations
 
     def gaussian(self, noise_multiplier: float) -> float | None:
-        """``1 / z`` if a part has only one round, and so is a plain Gaussian; else None."""
-        return 1 / noise_multiplier if self.rounds_per_part == 1 else None
+        """``1 / z`` if a part has only one round, or z is extreme (`_exceeds_grid`); else None.
+
+        It is the cost to an adversary who knows the round, and therefore always an upper bound.
+        """
+        known = self.rounds_per_part == 1 or _exceeds_grid(self.rounds_per_part, noise_multiplier)
+        return 1 / noise_multiplier if known else None
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs of one part, both directions: upper bounds within about 1 %."""
-        if self.rounds_per_part == 1:
+        if self.gaussian(noise_multiplier) is not None:
             return SampledGaussian(1.0, noise_multiplier).both
         pair = AllocatedGaussian(self.rounds_per_part, noise_multiplier)
         return pair, Reversed(pair)
 
     def rdp(self, noise_multiplier: float) -> Array:
         """Rényi curve of one part: an upper bound on both directions."""
+        if (mu := self.gaussian(noise_multiplier)) is not None:
+            return gaussian_rdp(mu)
         return allocation_rdp(self.rounds_per_part, noise_multiplier)
 
     def inclusion(self, population: int) -> None:
@@ -113,6 +122,15 @@ class AllocationLaw(Law):
             f"Every client takes part in {self._words} rounds, drawn at random: about "
             f"{self.expected_size(population):,.4g} of {population:,} in a round."
         )
+
+
+def _exceeds_grid(rounds: int, z: float) -> bool:
+    """Whether the grid of log S says less than that a row costs at most a Gaussian.
+
+    With little noise the masses of its largest losses underflow. With much noise its step is above
+    the standard deviation of the loss, ``1 / z``.
+    """
+    return z < LEAST_NOISE or z * math.log(rounds) > 1.5 * MOST_POINTS
 
 
 def _check_parts(plan: AllocationLaw | Allocation, prefix: str = "") -> None:
@@ -210,7 +228,7 @@ def _split_lognormal(log_values: Array, z: float) -> Array:
     # Mass between points under `lower`, where x / z is standard normal, and the same mass times
     # the variable itself, which is mass under N(1, z^2): normal again, shifted by 1 / z.
     below = (log_values + 1 / (2 * z**2)) * z
-    mass, weighted = (np.diff(ndtr(points)) for points in (below, below - 1 / z))
+    mass, weighted = (normal_masses(points)[1:-1] for points in (below, below - 1 / z))
     values = np.exp(log_values)
     # The part r of the mass that is moved to the right end v1 solves
     # r v1 + (mass - r) v0 = weighted; the rest is moved to the left end v0.
