@@ -56,6 +56,8 @@ def test_a_gaussian_through_loss_distributions_is_the_analytic_curve_from_below(
     closed = tradeoff([Event.of(FullCohort(), 1 / mu)])
     assert (closed(ALARMS) <= exact).all()
     np.testing.assert_allclose(closed(ALARMS), exact, atol=1e-11)
+    rare = np.array([1e-30, 1e-18, 1e-15, 1e-9])  # 1 less such a rate has lost its digits
+    assert (closed(rare) <= norm.sf(norm.ppf(rare) + mu)).all()
     # A second, negligible component takes the analytic way away.
     events = [Event.of(FullCohort(), 1 / mu), Event.of(PoissonCohort(1e-9), 50.0)]
     curve = tradeoff(events)
