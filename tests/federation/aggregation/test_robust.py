@@ -39,14 +39,21 @@ def krum(rows: np.ndarray, f: int, keep: int) -> np.ndarray:
     return rows[np.argsort(scores, kind="stable")[:keep]].mean(0)
 
 
-@given(n=st.integers(1, 12), seed=st.integers(0, 100), trim=st.floats(0, 0.49))
-def test_median_and_trimmed_mean_are_numpys_and_scipys(n: int, seed: int, trim: float) -> None:
-    rows = rows_of(n, seed=seed)
+@given(n=st.integers(1, 12), seed=st.integers(0, 100), percent=st.integers(0, 49))
+def test_median_and_trimmed_mean_are_numpys_and_scipys(n: int, seed: int, percent: int) -> None:
+    rows, trim = rows_of(n, seed=seed), percent / 100
     exact = rows.double().numpy()
     np.testing.assert_allclose(Median().center(rows), np.median(exact, axis=0), atol=1e-12)
     np.testing.assert_allclose(
         TrimmedMean(trim).center(rows), trim_mean(exact, trim, axis=0), atol=1e-12
     )
+
+
+def test_as_many_rows_are_trimmed_as_the_share_says() -> None:
+    rows = torch.zeros(100, 1, dtype=torch.float64)
+    rows[:29] = 1e6
+    assert TrimmedMean(0.29).center(rows) == 0
+    assert TrimmedMean(0.5 - 1e-12).center(rows[:30]) == 1e6
 
 
 @pytest.mark.parametrize(("n", "f", "keep"), [(3, 0, 1), (5, 1, 1), (9, 2, 1), (9, 2, 4)])
