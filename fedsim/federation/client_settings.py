@@ -121,20 +121,25 @@ class ClientTraining:
         bound = plan.bound
         if plan.private or self.private_examples:
             refuse_vectors(algorithm)
-        if not algorithm.plain_means or bound == NoPrivacy("uniform"):
+        # A bound scales the vectors that are sent together with the update. An algorithm that sends
+        # none and needs plain means applies the same bound itself.
+        is_harmed = algorithm.plain_means if bound.guarantee == "none" else bool(algorithm.sends)
+        if bound == NoPrivacy("uniform") or not is_harmed:
             return
-        if bound.guarantee != "none" and not algorithm.sends:
-            return  # such an algorithm applies the same bound itself
         name = type(algorithm).__name__
         if type(bound) is NoPrivacy:
             raise FedsimError(
                 f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, but "
                 f"{name} (client.name) needs its plain mean; it must be 'uniform'."
             )
+        must = (
+            "with mechanism.weighting = 'uniform'"
+            if algorithm.plain_means
+            else "unless clients send their update alone (FedNova does with client.reach)"
+        )
         raise FedsimError(
             f"{bound} (mechanism.name) weighs or bounds what clients send, but {name} "
-            "(client.name) needs its plain mean; it must be 'none' with mechanism.weighting = "
-            "'uniform'."
+            f"(client.name) needs its plain mean; it must be 'none' {must}."
         )
 
     def _check_alternation(self, plan: Plan) -> None:

@@ -372,6 +372,20 @@ def test_scaffold_refuses_what_weighs_or_bounds_its_control_variates(mechanism) 
         )
 
 
+def test_fednova_refuses_a_bound_of_its_steps_together_with_its_direction() -> None:
+    """Clipped to norm 1, five steps and a direction would both be a fifth of themselves."""
+
+    def strategy(algorithm) -> DPFedAvg:
+        clients = ClientTraining(algorithm=algorithm)
+        return DPFedAvg(
+            mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(5), clients=clients
+        )
+
+    with pytest.raises(FedsimError, match=r"it must be 'none' unless .* client\.reach"):
+        strategy(Proximal(FedNova(0.1), 0.1))
+    strategy(FedNova(0.1, reach=2.0))
+
+
 def test_scaffold_needs_clients_that_keep_their_variates_and_share_the_whole_model() -> None:
     with pytest.raises(FedsimError, match=r"client\.state is 'reset'; it must be 'client'"):
         make_trainer(Scaffold(), state="reset")
