@@ -8,6 +8,7 @@ SuperLink or a SuperNode, which have children of their own and need time to end.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -77,14 +78,15 @@ class Service:
         Command line, without secrets: all users of the machine can read it.
     variables : mapping
         Environment variables in addition to those of `fedsim.deploy.processes.environment`.
-    port : int
-        Port on this machine on which it listens once it has started; 0 for none.
+    port, host : int, str
+        Port and address on which it listens once it has started; port 0 for none.
     """
 
     name: str
     command: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
+    host: str = "127.0.0.1"
 
     def among(self, variables: Mapping[str, str]) -> Service:
         """A copy with further environment variables."""
@@ -187,13 +189,13 @@ class Processes(Closed):
         """
         self.take_down(service.name)
         # Otherwise `wait_for_port` would take another process that listens there for the service.
-        if service.port and busy_port([service.port]) is not None:
+        if service.port and is_busy(service.port, service.host):
             raise FedsimError(
                 f"port {service.port} of {service.name} is in use; end what listens there."
             )
         running = self._start(service, 0)
         if wait and service.port:
-            wait_for_port(running, service.port)
+            wait_for_port(running, service.port, service.host)
         return running
 
     def take_down(self, name: str) -> None:
@@ -361,19 +363,20 @@ def free_ports(count: int) -> list[int]:
         return [opened.getsockname()[1] for opened in sockets]
 
 
-def busy_port(ports: list[int]) -> int | None:
-    """The first of these ports that is in use; None if all are free."""
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                return port
-    return None
+def is_busy(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a port is in use at this address."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise FedsimError(f"this machine has no address {host} (--host).") from None
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
-def wait_for_port(running: StartedProcess, port: int) -> None:
+def wait_for_port(running: StartedProcess, port: int, host: str = "127.0.0.1") -> None:
     """Wait until a process accepts connections, at most a minute.
 
     Raises
@@ -384,7 +387,7 @@ def wait_for_port(running: StartedProcess, port: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and running.alive():
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1):
+            with socket.create_connection((host, port), timeout=1):
                 return
         except OSError:
             time.sleep(0.1)

@@ -17,8 +17,8 @@ from fedsim.deploy.processes import (
     Processes,
     Service,
     StartedProcess,
-    busy_port,
     free_ports,
+    is_busy,
     program,
 )
 from fedsim.deploy.services import Node, SuperLink
@@ -141,12 +141,12 @@ class Rehearsal(Processes):
             self.start_node(node)
 
     def _check_ports(self) -> None:
-        busy = busy_port([self.federation.port, self.federation.fleet_port])
-        if busy is not None:
-            raise FedsimError(
-                f"port {busy} is in use; end what listens there, or make a federation with other "
-                "ports (fedsim deploy init --port --fleet-port)."
-            )
+        for port in (self.federation.port, self.federation.fleet_port):
+            if is_busy(port):
+                raise FedsimError(
+                    f"port {port} is in use; end what listens there, or make a federation with "
+                    "other ports (fedsim deploy init --port --fleet-port)."
+                )
 
 
 class Simulation(Processes):

@@ -155,7 +155,7 @@ class SuperLink:
         if not speaks_grpc():
             proxy = [*_module("fleet_proxy"), host, str(self.fleet_port), str(self.port)]
             proxy += [] if self.insecure else [str(files)]
-            services.append(Service("fleet-proxy", tuple(proxy), {}, self.fleet_port))
+            services.append(Service("fleet-proxy", tuple(proxy), {}, self.fleet_port, host))
         return services
 
 

@@ -126,6 +126,23 @@ def test_a_service_whose_port_another_process_has_is_refused():
             processes.keep_up(sleeping)
 
 
+LISTENING = (
+    "import socket, sys; "
+    "s = socket.create_server((sys.argv[1], int(sys.argv[2]))); s.accept(); s.accept()"
+)
+
+
+def test_a_service_is_awaited_at_its_own_address():
+    """On another than 127.0.0.1 it was waited for in vain."""
+    (port,) = free_ports(1)
+    command = (sys.executable, "-c", LISTENING, "127.0.0.2", str(port))
+    with Processes() as processes:
+        assert processes.keep_up(Service("here", command, port=port, host="127.0.0.2")).alive()
+        elsewhere = Service("there", command, port=port, host="192.0.2.250")
+        with pytest.raises(FedsimError, match=r"no address 192\.0\.2\.250 \(--host\)"):
+            processes.keep_up(elsewhere)
+
+
 def test_a_process_is_told_nothing_that_this_one_was_given_beside_where_things_are(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
