@@ -129,7 +129,10 @@ class Rehearsal(Processes):
     def start_node(self, node: int, *, port: int | None = None) -> None:
         """Start one SuperNode, which retries until the SuperLink answers."""
         port = free_ports(1)[0] if port is None else port
-        party = Node.load(self.federation.node(node))
+        party, federation = Node.load(self.federation.node(node)), self.federation
+        # The SuperLink's public name may belong to another machine; here it is on loopback.
+        if party.superlink == f"{federation.hosts[0]}:{federation.fleet_port}":
+            party = replace(party, superlink=f"127.0.0.1:{federation.fleet_port}")
         for service in party.services(self._homes / f"node-{node}", port=port):
             self.keep_up(service, wait=False)
 
