@@ -114,6 +114,32 @@ def init(
 
 
 @deploy.command(cls=Command)
+def renew(
+    directory: DIRECTORY,
+    days: Annotated[int, typer.Option(help="Days for which the new certificate is valid.")] = 365,
+) -> None:
+    """Make a new certificate for the server, before the old one expires.
+
+    For example:
+
+        fedsim deploy renew fed
+
+    It is signed by the key in `authority/`, so that nodes and operator need nothing new. Give
+    `server.pem` and `server.key` of `superlink/` to the server, and restart `deploy superlink`.
+    """
+    from fedsim.deploy.certificates import end_of
+    from fedsim.deploy.federation import Federation
+
+    federation = Federation.load(directory)
+    federation.renew(days)
+    end = end_of(federation.superlink / "server.pem")
+    Output().print(
+        f"{directory}/superlink has a certificate that is valid until {end} (server.pem, "
+        "server.key); the server uses it once it is restarted."
+    )
+
+
+@deploy.command(cls=Command)
 def superlink(
     directory: Annotated[Path, typer.Argument(help="The server's directory, `superlink/`.")],
     host: Annotated[
@@ -138,6 +164,7 @@ def superlink(
     machine's loopback address (from elsewhere through `ssh -L 8000:127.0.0.1:8000`). The server
     runs fedsim's own ServerApp and no other code. It writes runs to `$FEDSIM_RUNS`, or STATE/runs.
     """
+    from fedsim.deploy.certificates import end_of
     from fedsim.deploy.services import SuperLink
     from fedsim.runs.directory import RUNS
 
@@ -145,9 +172,10 @@ def superlink(
     state = (directory / "state" if state is None else state).absolute()
     variables = {RUNS: os.environ.get(RUNS, str(state / "runs"))}
     services = [service.among(variables) for service in party.services(state, host=host)]
-    _run_services(
-        services, state / "logs", f"The SuperLink is up; nodes reach it on port {party.fleet_port}."
-    )
+    message = f"The SuperLink is up; nodes reach it on port {party.fleet_port}."
+    if not party.insecure:
+        message += f" Its certificate is valid until {end_of(directory / 'server.pem')}."
+    _run_services(services, state / "logs", message)
 
 
 @deploy.command(cls=Command)

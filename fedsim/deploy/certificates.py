@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedsim import regular_files
+from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 
 _PEM = serialization.Encoding.PEM
@@ -80,7 +81,18 @@ class Authority:
         -------
         tuple of bytes
             Certificate and private key, as PEM.
+
+        Raises
+        ------
+        FedsimError
+            If it would outlive the authority's own certificate, and be refused from then on.
         """
+        end = self.certificate.not_valid_after_utc
+        if datetime.datetime.now(datetime.UTC) + days * _DAY > end:
+            raise FedsimError(
+                f"--days is {days}; the authority's own certificate ends on {end:%Y-%m-%d}, and "
+                "the server's must end before."
+            )
         key = ec.generate_private_key(ec.SECP384R1())
         # A common name has at most 64 characters; clients check the alternative names instead.
         builder = _builder(_name(hosts[0][:64]), self.certificate.subject, key.public_key(), days)
@@ -96,6 +108,23 @@ class Authority:
             .sign(self.key, hashes.SHA384())
         )
         return certificate.public_bytes(_PEM), _private_pem(key)
+
+
+def end_of(certificate: Path) -> str:
+    """The day on which a certificate expires.
+
+    Raises
+    ------
+    FedsimError
+        If the file holds no certificate.
+    """
+    try:
+        content = regular_files.read_bytes(certificate)
+        return f"{x509.load_pem_x509_certificate(content).not_valid_after_utc:%Y-%m-%d}"
+    except (OSError, ValueError):
+        raise FedsimError(
+            f"{certificate} holds no certificate; `fedsim deploy renew` makes one."
+        ) from None
 
 
 def node_key() -> tuple[bytes, bytes]:

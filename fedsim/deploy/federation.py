@@ -161,6 +161,22 @@ class Federation:
         """File with a node's public key, to register at the SuperLink."""
         return self.operator / f"node-{node}.pub"
 
+    def renew(self, days: int = 365) -> None:
+        """Issue a new certificate for the SuperLink, which nodes and operator trust as the old one.
+
+        Raises
+        ------
+        FedsimError
+            If ``days`` is not allowed, or the federation has no authority here.
+        """
+        self._check_settings(days)
+        if not (self.directory / "authority").is_dir():
+            raise FedsimError(
+                f"{self.directory} has no 'authority', which signs certificates: it is insecure, "
+                "or its authority is elsewhere."
+            )
+        self.issue(days)
+
     def issue(self, days: int = 365) -> None:
         """Issue a new certificate for the SuperLink."""
         authority = Authority.load(self.directory / "authority")
@@ -214,7 +230,7 @@ class Federation:
                 )
 
     def _make_certificates(self, days: int) -> None:
-        authority = Authority.create(days=max(days, 3650))
+        authority = Authority.create(days=max(days + 1, 3650))
         authority.save(self.directory / "authority")
         certificate = regular_files.read_bytes(self.directory / "authority" / "ca.crt")
         for party in (self.superlink, self.operator):

@@ -10,7 +10,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from fedsim.deploy.certificates import Authority, node_key, write_private
+from fedsim.deploy.certificates import Authority, end_of, node_key, write_private
+from fedsim.errors import FedsimError
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +78,14 @@ def test_private_files_are_for_their_owner_only(tmp_path, authority):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "deep").stat().st_mode) == 0o700
     assert Authority.load(tmp_path).certificate == authority.certificate
+
+
+def test_a_certificate_does_not_outlive_its_authority():
+    with pytest.raises(FedsimError, match="--days is 30; the authority's own certificate ends on"):
+        Authority.create(days=20).issue(["superlink"], days=30)
+
+
+def test_a_file_without_a_certificate_is_named(tmp_path):
+    (tmp_path / "server.pem").write_text("no certificate")
+    with pytest.raises(FedsimError, match=r"server\.pem holds no certificate"):
+        end_of(tmp_path / "server.pem")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from typer.testing import CliRunner
 
 from fedsim.cli.deploy import deploy
@@ -63,6 +64,38 @@ def test_init_refuses_a_directory_that_has_one(tmp_path):
         invoke("init", tmp_path / "fed")
 
 
+def test_a_renewed_certificate_is_of_the_same_authority_and_names(tmp_path):
+    invoke("init", tmp_path / "fed", "--host", "link", "--days", 3)
+    made = Federation.load(tmp_path / "fed")
+
+    def certificate() -> x509.Certificate:
+        return x509.load_pem_x509_certificate((made.superlink / "server.pem").read_bytes())
+
+    old, trusted = certificate(), (made.node(0) / "ca.crt").read_bytes()
+    output = invoke("renew", tmp_path / "fed", "--days", 30).output
+    new = certificate()
+    assert new.not_valid_after_utc > old.not_valid_after_utc
+    assert f"{new.not_valid_after_utc:%Y-%m-%d}" in output
+    new.verify_directly_issued_by(x509.load_pem_x509_certificate(trusted))
+    names = x509.SubjectAlternativeName
+    assert new.extensions.get_extension_for_class(names) == old.extensions.get_extension_for_class(
+        names
+    )
+
+
+def test_a_certificate_that_cannot_be_renewed_is_left(tmp_path):
+    invoke("init", tmp_path / "fed", "--days", 4000)
+    path = tmp_path / "fed" / "superlink" / "server.pem"
+    old = path.read_bytes()
+    for days, sentence in ((0, "--days is 0"), (4002, "the authority's own certificate ends on")):
+        with pytest.raises(FedsimError, match=sentence):
+            invoke("renew", tmp_path / "fed", "--days", days)
+    invoke("init", tmp_path / "open", "--insecure")
+    with pytest.raises(FedsimError, match="has no 'authority'"):
+        invoke("renew", tmp_path / "open")
+    assert path.read_bytes() == old
+
+
 def test_init_with_a_config_that_has_no_data_makes_nothing(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text('[data]\nname = "missing.csv"\n[partition]\nclients = 2\n')
@@ -72,7 +105,7 @@ def test_init_with_a_config_that_has_no_data_makes_nothing(tmp_path):
 
 
 def test_help_teaches():
-    for command in ("init", "up", "superlink", "node"):
+    for command in ("init", "renew", "up", "superlink", "node"):
         text = invoke(command, "--help").output
         assert "fedsim" in text
         assert len(text.splitlines()) > 12
