@@ -14,6 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
+from fedsim.errors import printable
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
 from fedsim.federation.client_settings import ClientMetrics
@@ -118,7 +119,7 @@ class MetricMeans:
                 "%d numbers that clients report are left out of the mean, as they are not finite "
                 "(%s).",
                 self.left_out.total(),
-                ", ".join(f"{name} {count}" for name, count in self.left_out.items()),
+                printable(", ".join(f"{name} {count}" for name, count in self.left_out.items())),
             )
         return MetricRecord({name: means[name] for name in sorted(means)}) if means else None
 

@@ -12,7 +12,7 @@ import torch
 from flwr.app import MetricRecord
 from flwr.serverapp import Grid
 
-from fedsim.errors import BudgetSpentError
+from fedsim.errors import BudgetSpentError, printable
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.exchange import Recipients
@@ -95,8 +95,10 @@ class PrivateEvaluation(ClientEvaluation):
             self._has_warned = True
             _log.warning(
                 "no client reports %s, so that what is released of it is noise alone, and is "
-                "charged; replies have %s.", ", ".join(unreported), ", ".join(sorted(reported)),
-            )  # fmt: skip
+                "charged; replies have %s.",
+                ", ".join(unreported),
+                printable(", ".join(sorted(reported))),
+            )
 
 
 class MetricsRelease:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import struct
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.flower_internals import CLIENT_RAISED, NODE_UNAVAILABLE
+from fedsim.federation.private_metrics import PrivateEvaluation
 from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.federation.round_report import failures_in
 from fedsim.mechanisms import (
@@ -39,6 +41,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.strategies import ClientTraining, DPFedAvg
 
 SHAPES = {"w": (3, 4), "b": (4,)}
@@ -316,6 +319,19 @@ def test_what_is_not_finite_stands_in_no_mean(caplog):
     told = "4 numbers that clients report are left out of the mean, as they are not finite (m 4)."
     assert told in caplog.text
     assert "m" not in reports([math.nan, 1e308])
+
+
+def test_a_clients_names_write_no_lines_of_their_own_into_the_log(caplog):
+    forged = "m\n\x1b[2Kfedsim: epsilon 0.1"
+    made = Round(strategy(NoPrivacy("uniform")))
+    metrics = MetricRecord({"num-examples": 1.0, forged: math.nan})
+    made.aggregate([made.reply(0, RecordDict({"a": parameters(), "metrics": metrics}))])
+    assert "m??[2Kfedsim: epsilon 0.1 1" in caplog.text
+    ranges = [ValueRange("accuracy", 0.0, 1.0)]
+    PrivateEvaluation.warn_of_unreported(
+        Mock(released=Mock(ranges=ranges), _has_warned=False), {forged}
+    )
+    assert "replies have m??[2Kfedsim: epsilon 0.1." in caplog.text
 
 
 def test_lists_are_averaged_entry_by_entry_as_flower_does():
