@@ -382,7 +382,8 @@ class Policy:
 
 def _may_be_path(text: str) -> bool:
     """Whether an option could name a file outside the current directory, or one that exists."""
-    return text[:1] in ("/", "~") or ".." in Path(text).parts or os.path.lexists(text)
+    begins = text[:1] in ("/", "~") or text[:5].lower() == "file:"
+    return begins or ".." in Path(text).parts or os.path.lexists(text)
 
 
 def _refusal(reason: str) -> FedsimError:
