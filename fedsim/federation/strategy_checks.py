@@ -14,7 +14,7 @@ from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import Bounded, ReleasePlan
-from fedsim.rows.layout import Layout
+from fedsim.rows.layout import PREFIX, Layout
 from fedsim.training.checks import CARRIED
 
 SPREAD = 10.0
@@ -200,9 +200,9 @@ def refuse_too_many(cohort: Cohort, max_rows: int) -> None:
 def refuse_untrainable(arrays: Mapping[str, Tensor], *, private: bool) -> None:
     """Refuse parameters that could not be trained here as the caller expects.
 
-    These are complex numbers, which are in no row, formats that no Flower array carries, and, in a
-    private run, running statistics of clients' examples: they are recognised by the names that
-    torch and Keras give them.
+    These are complex numbers, which are in no row, formats that no Flower array carries, names of
+    the vectors that clients send, and, in a private run, running statistics of clients' examples:
+    they are recognised by the names that torch and Keras give them.
 
     Raises
     ------
@@ -216,6 +216,11 @@ def refuse_untrainable(arrays: Mapping[str, Tensor], *, private: bool) -> None:
                 f"'{name}' is {tensor.dtype}; parameters must be one of "
                 f"{', '.join(map(str, CARRIED))} (whole numbers and booleans are sent, but not "
                 "trained)."
+            )
+        if name.startswith(PREFIX):
+            raise FedsimError(
+                f"'{name}' begins with '{PREFIX}', as vectors do that clients send beside their "
+                "update; it must have another name."
             )
         is_running = name.rpartition(".")[2] in _RUNNING or name.rpartition("/")[2] in _RUNNING
         if private and is_running:

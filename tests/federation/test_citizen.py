@@ -56,6 +56,13 @@ def test_running_statistics_are_refused_in_a_private_run(name):
     strategy(noise_multiplier=0.0).start(grid, initial, 1)
 
 
+def test_parameters_with_the_names_of_clients_vectors_are_refused():
+    """Such a run could not be resumed with momentum, and SCAFFOLD took them for its variates."""
+    initial = array_record({"client/w": torch.zeros(2)})
+    with pytest.raises(FedsimError, match="'client/w' begins with 'client/', as vectors do"):
+        strategy().start(LocalGrid(Fixed(torch.ones(4, 2))), initial, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16])
 def test_parameters_that_would_stay_untrained_or_fail_every_client_are_refused(dtype):
     initial = array_record({"w": torch.zeros(2), "spectrum": torch.ones(2, dtype=dtype)})
