@@ -195,7 +195,8 @@ def _test_errors(record: RunRecord) -> dict[str, Any] | None:
 def _confusion(counts: npt.NDArray[np.int64], names: list[str]) -> dict[str, Any]:
     """The matrix for few classes; for many, the most frequent mistakes and the worst classes."""
     truths = np.maximum(counts.sum(1), 1)
-    recall = np.diag(counts) / truths
+    has_examples = counts.any(1)
+    recall = np.where(has_examples, np.diag(counts) / truths, np.nan)
     if len(counts) <= _SHOWN_CLASSES:
         rows = [
             (
@@ -212,7 +213,8 @@ def _confusion(counts: npt.NDArray[np.int64], names: list[str]) -> dict[str, Any
     wrong = counts - np.diag(np.diag(counts))
     places = sorted(zip(*np.nonzero(wrong), strict=True), key=lambda ij: (wrong[ij], ij))
     most = places[: -_SHOWN_CLASSES - 1 : -1]
-    worst = np.argsort(recall, kind="stable")[:60].tolist()
+    # NaN, of classes without test examples, is sorted to the end.
+    worst = np.argsort(recall, kind="stable")[: min(60, has_examples.sum())].tolist()
     return {
         "frequent": PageTable(
             ["class", "taken for", "examples", "of the class"],

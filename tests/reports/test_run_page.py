@@ -74,6 +74,10 @@ def page_of(directory: Path) -> str:
     return run_page(RunRecord.read(directory))
 
 
+def chart_specs(page: str) -> list[str]:
+    return re.findall(r'<script type="application/json" id="chart-\d+">(.*?)</script>', page)
+
+
 @pytest.fixture(scope="module")
 def private_run(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("private") / "run"
@@ -174,6 +178,23 @@ def test_the_confusion_matrix_counts_every_test_example(private_run: Path) -> No
     assert right == pytest.approx(accuracy)
 
 
+@pytest.mark.parametrize("classes", [3, 30])
+def test_of_a_class_without_test_examples_nothing_is_said_to_be_recognised(
+    classes: int, tmp_path: Path
+) -> None:
+    counts = np.eye(classes, dtype=int)
+    counts[1] = 0
+    path = left_run(tmp_path / "run", [{"round": 0, "test-loss": 1.0}])
+    summary = {"format": 1, "test": {"kind": "classes", "counts": counts.tolist()}}
+    (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    page = page_of(path)
+    assert "0.00 %" not in Outline(page).words.replace("100.00 %", "")
+    if classes > 20:
+        (spec,) = [s for s in map(json.loads, chart_specs(page)) if s["kind"] == "bars"]
+        assert spec["labels"] == ["0", *map(str, range(2, classes))]
+        assert set(spec["values"]) == {1.0}
+
+
 def test_what_strangers_write_is_text(tmp_path: Path) -> None:
     rows = [{"round": 0, "test-loss": 1.0, "test-" + EVIL: 0.5, EVIL: 1.0}]
     rows.append({**rows[0], "round": 1, EVIL: 2.0})
@@ -197,7 +218,7 @@ def test_data_of_a_chart_can_neither_end_its_element_nor_run(tmp_path: Path) -> 
     for row in rows:
         row["test-</script><!--\u2028"] = row["test-loss"]
     page = page_of(left_run(tmp_path / "run", rows))
-    specs = re.findall(r'<script type="application/json" id="chart-\d+">(.*?)</script>', page)
+    specs = chart_specs(page)
     assert not any(character in spec for spec in specs for character in "<>&")
     (series,) = json.loads(specs[1])["series"]
     assert json.loads(specs[1])["y"] == "</script><!  \u2028"
