@@ -228,7 +228,7 @@ def _short(value: float) -> float | None:
 
 
 _ABOUT = {
-    "update-norm": "The norm of each round's released mean, noise included.",
+    "update-norm": "The norm of each round's released mean, including any noise.",
     "unclipped": "The share of clients whose update was within the bound, and the noise on it.",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,19 +61,28 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     ]
     devices = left_run(folder / "devices", moved)
     (folder / "devices.html").write_text(run_page(RunRecord.read(devices)), encoding="utf-8")
+    named = left_run(folder / "named", [{"round": 0, "test-loss": 1.0}])
+    labels = [f"a diagnosis of {kind} that takes a whole line of a phone's screen" for kind in "ab"]
+    mixes = {"labels": labels, "columns": ["1", "2"], "shares": [[1.0, 0.5], [0.0, 0.5]]}
+    summary = {
+        "format": 1,
+        "test": {"kind": "classes", "counts": [[3, 1], [0, 4]], "labels": labels},
+        "partition": {"said": "", "sizes": {"labels": ["4"], "counts": [2]}, "mixes": mixes},
+    }
+    (named / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    (folder / "named.html").write_text(run_page(RunRecord.read(named)), encoding="utf-8")
     for seed in (1, 2, 3):
         for rate in (0.1, 0.3):
             some = [{"round": k, "test-loss": 1 + rate * seed / (k + 1)} for k in range(30)]
             left_run(folder / "sweep" / f"{rate}-{seed}", some, seed=seed, **{"client.lr": rate})
     compared = compare_page(read_all([folder / "sweep"]))
     (folder / "compare.html").write_text(compared, encoding="utf-8")
-    return {
-        "run": folder / "run" / "report.html",
-        **{name: folder / f"{name}.html" for name in ("long", "empty", "devices", "compare")},
-    }
+    names = ("long", "empty", "devices", "named", "compare")
+    others = {name: folder / f"{name}.html" for name in names}
+    return {"run": folder / "run" / "report.html", **others}
 
 
-@pytest.mark.parametrize("name", ["run", "long", "empty", "devices", "compare"])
+@pytest.mark.parametrize("name", ["run", "long", "empty", "devices", "named", "compare"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_page_opens_without_complaint_and_fits(
     name: str, width: int, pages: dict[str, Path], browser: Browser
@@ -89,11 +99,12 @@ def test_a_page_opens_without_complaint_and_fits(
     assert charts >= (0 if name == "empty" else 1)
 
 
+@pytest.mark.parametrize("name", ["run", "named"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_no_label_is_cut_off_or_stands_on_another(
-    width: int, pages: dict[str, Path], browser: Browser
+    name: str, width: int, pages: dict[str, Path], browser: Browser
 ) -> None:
-    browser.open(pages["run"], width=width)
+    browser.open(pages[name], width=width)
     problems = browser.evaluate(
         """[...document.querySelectorAll('.plot > svg')].flatMap((svg) => {
           const frame = svg.getBoundingClientRect();
@@ -107,6 +118,17 @@ def test_no_label_is_cut_off_or_stands_on_another(
         })"""
     )
     assert problems == []
+
+
+def test_long_names_of_classes_leave_room_for_what_they_name(
+    pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["named"], width=360)
+    cells = "[...document.querySelectorAll('.plot > svg rect[fill-opacity]')]"
+    widths = browser.evaluate(f"{cells}.map((cell) => cell.getBoundingClientRect().width)")
+    assert min(widths) > 50
+    names = "[...document.querySelectorAll('.matrix tbody th')]"
+    assert browser.evaluate(f"Math.max(...{names}.map((name) => name.clientWidth))") < 180
 
 
 def test_a_strangers_title_runs_nothing(pages: dict[str, Path], browser: Browser) -> None:

@@ -502,8 +502,10 @@
     }
 
     draw() {
-      const wide = this.plot.clientWidth, { values, labels, columns, ticks } = this.spec;
+      const wide = this.plot.clientWidth, { values, columns, ticks } = this.spec;
       if (!wide) return;
+      const longest = Math.floor(wide / 3 / LETTER);
+      const labels = this.spec.labels.map((label) => (label.length > longest ? `${label.slice(0, longest - 1)}…` : label));
       this.tall = values.length > 12 ? 14 : 20;
       this.top = 24;
       this.left = Math.max(...labels.map((label) => label.length), 2) * LETTER + 10;
