@@ -21,7 +21,8 @@ from fedsim import regular_files
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Create a file atomically; False if the path exists already, which is then unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_file(path, data, mode)
+    with named_errors(path):
+        temporary = _temporary_file(path, data, mode)
     try:
         # Unlike a rename, a link never replaces a file that another process has just created.
         os.link(temporary, path)
@@ -61,10 +62,11 @@ def named_errors(path: Path) -> Iterator[None]:
 
 def append(file: BinaryIO, data: bytes) -> None:
     """Append to a file that was opened by `locked`, and sync it."""
-    file.seek(0, os.SEEK_END)
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
+    with named_errors(Path(file.name)):
+        file.seek(0, os.SEEK_END)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import json
 import math
@@ -50,6 +51,20 @@ def test_a_ledger_alone_recomputes_epsilon_as_dp_accounting_does(path):
         gaussian = dp_accounting.GaussianDpEvent(z)
         theirs.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian), count)
     assert Ledger.read(path).epsilon(DELTA) == pytest.approx(theirs.get_epsilon(DELTA), rel=2e-4)
+
+
+@pytest.mark.parametrize("lines", [0, 1], ids=["new", "extended"])
+def test_an_error_of_writing_names_the_ledger(lines, path, monkeypatch):
+    ledger = Ledger(path)
+    for t in range(lines):
+        ledger.record(Entry(**release(t)))
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*ledger\.jsonl'"):
+        ledger.record(Entry(**release(lines)))
 
 
 def test_the_line_is_on_disk_when_record_returns_and_says_everything(path):
