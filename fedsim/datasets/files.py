@@ -106,7 +106,7 @@ def _data_path(name: str, folder: Path) -> Path:
             f"data.name is '{name}';{hint} must be one of {', '.join(known)}, or {_OWN_FILES}."
         )
     raise FedsimError(
-        f"data.name is '{name}', but there is no such file here or in '{folder}' (data.dir); it "
+        f"data.name is '{name}', but there are no such data here or in '{folder}' (data.dir); it "
         f"must be {_OWN_FILES}."
     )
 

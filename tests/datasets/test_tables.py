@@ -163,6 +163,13 @@ def test_a_table_that_cannot_be_is_one_sentence(tmp_path, text, settings, senten
         datasets.load(str(path), **settings)
 
 
+def test_of_a_file_of_another_kind_it_is_not_said_that_it_is_missing(tmp_path):
+    path = tmp_path / "people.parquet"
+    path.touch()
+    with pytest.raises(FedsimError, match=r"no such data here .* path to an \.npz or a \.csv"):
+        datasets.load(str(path), columns="y=y")
+
+
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_both_parts_of_a_table_have_rows(split):
     part = {"train": {"a": [1.0, 2.0], "y": [0, 1]}, "test": {"a": [1.0, 2.0], "y": [0, 1]}}
