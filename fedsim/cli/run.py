@@ -39,7 +39,9 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run that is in the directory.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")
+    ] = False,
     json_: Annotated[
         bool, typer.Option("--json", help="Print a JSON object a line: each round, and the end.")
     ] = False,
