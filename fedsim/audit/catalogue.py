@@ -141,7 +141,7 @@ LINES = (
             ledger.no_fault, ledger.uncharged_release, "one, written before the release is seen"),
          "a release is not charged"),
         ("what a line says", partial(
-            ledger.no_fault, ledger.other_event, "what the sampler and the noise multiplier give"),
+            ledger.no_fault, ledger.other_event, "what sampler, noise multiplier and bound give"),
          "another event is charged"),
         ("entropy of a run with a seed", partial(
             ledger.no_fault, ledger.other_entropy, "that of the config"),

@@ -221,11 +221,14 @@ def uncharged_release(run: Observation, planned: ReleasePlan[Any]) -> str | None
 
 
 def other_event(run: Observation, planned: ReleasePlan[Any]) -> str | None:
-    """A line with another event than the plan charges."""
+    """A line with another event or bound than the plan's in its round."""
     for entry in run.entries:
-        expected = planned.charge(entry.round or 0)
-        if entry.event != expected:
-            return f"round {entry.round} says {_words(entry.event)}, not {_words(expected)}"
+        number = entry.round or 0
+        if entry.event != (expected := planned.charge(number)):
+            return f"round {number} says {_words(entry.event)}, not {_words(expected)}"
+        said = (entry.mechanism, entry.clip_norm)
+        if said != (bound := (str(planned.bound), run.clip_norms[number - 1])):
+            return f"round {number} says {said[0]}, C = {said[1]}, not {bound[0]}, C = {bound[1]}"
     return None
 
 

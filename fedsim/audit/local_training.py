@@ -149,6 +149,7 @@ class TrainerTarget(Target):
             entries=run.entries[0],
             charged=(),
             states=[self.mechanism.init(self.layout)],
+            clip_norms=(),
             ended="",
             error=None,
             delta=self.delta,

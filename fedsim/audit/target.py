@@ -190,8 +190,8 @@ class Observation:
         The ledger's lines.
     charged : int ``[rounds]``
         Number of lines at the time when each round's parameters became visible.
-    states : sequence of State
-        The mechanism's state before each round.
+    states, clip_norms : sequences of State and of float
+        The mechanism's state before each round, and its C.
     ended : str
         Why the run did not make all its rounds; empty if it did.
     error : Exception or None
@@ -208,6 +208,7 @@ class Observation:
     entries: tuple[Entry, ...]
     charged: Sequence[int]
     states: Sequence[State]
+    clip_norms: Sequence[float]
     ended: str
     error: Exception | None
     delta: float
@@ -332,6 +333,7 @@ class StrategyTarget(Target):
             entries=strategy.ledger.entries,
             charged=charged,
             states=states[:-1] or states,
+            clip_norms=[strategy.plan.bound.sensitivity(before, layout) for before in states],
             ended=strategy.stopped or "" if error is None else f"{type(error).__name__}: {error}",
             error=error,
             delta=strategy.delta,

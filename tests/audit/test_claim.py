@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planted import strategies
 from scipy.stats import binom, norm
 
-from fedsim.audit import Claim
+from fedsim.audit import Claim, StrategyTarget
 from fedsim.audit.claim import (
     Box,
     box_p_value,
     epsilon_bound,
+    other_event,
     upper_rate,
 )
 from fedsim.audit.one_run import guesses_epsilon_bound, guesses_p_value
+from fedsim.mechanisms import Clipping, Mechanism, QuantileClipping
 
 
 def test_no_event_in_n_trials_bounds_the_rate_in_closed_form() -> None:
@@ -82,3 +87,19 @@ def test_two_hundred_right_guesses_prove_four_point_one_seven_at_most() -> None:
     bound = guesses_epsilon_bound(1000, 200, 200, 0.05, 1e-5)
     assert bound == pytest.approx(4.17, abs=0.03)
     assert guesses_epsilon_bound(1000, 200, 100, 0.05, 1e-5) == 0
+
+
+@pytest.mark.parametrize("mechanism", [Clipping(0.5), QuantileClipping()])
+def test_a_line_that_names_another_bound_than_the_rounds_own_is_a_fault(
+    mechanism: Mechanism,
+) -> None:
+    target = StrategyTarget(strategies(mechanism, z=0.2), rounds=3)
+    run = target.observe(target.silent_clients(), 1)
+    assert other_event(run, target.plan) is None
+    for change, words in (
+        ({"clip_norm": 2.0}, r"round 3 says .* C = 2\.0, not"),
+        ({"mechanism": "Clipping(clip_norm=9.0)"}, r"round 3 says Clipping\(clip_norm=9\.0\),"),
+    ):
+        entries = (*run.entries[:2], replace(run.entries[2], **change))
+        fault = other_event(replace(run, entries=entries), target.plan)
+        assert re.match(words, fault or "")
