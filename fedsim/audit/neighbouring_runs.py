@@ -29,7 +29,7 @@ from fedsim.rows import Layout
 from fedsim.rows.layout import PREFIX
 
 PAUSE, DEADLINE = 0.5, 0.25
-DENSE_LENGTHS = (-5.0, 0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
+DENSE_LENGTHS = (-5.0, 1e-3, 0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
 """Lengths of rows in units of their bound; a negative one reverses the row."""
 
 

@@ -146,6 +146,14 @@ def _some_lengths() -> AbstractContextManager[object]:
     return bound(change)
 
 
+@bug("rows below .01 C are bounded by 2 C")
+def _short() -> AbstractContextManager[object]:
+    def change(lengths: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return torch.where((lengths > 0) & (lengths < 0.01), 2 * factor, factor)
+
+    return bound(change)
+
+
 @bug("of two to five long rows one is not bounded")
 def _several_long() -> AbstractContextManager[object]:
     def change(lengths: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -131,6 +131,13 @@ def test_bounds_that_fail_for_some_lengths_or_numbers_are_detected(
         assert detected_by in failed(bounds_of())
 
 
+def test_short_rows_that_are_bounded_by_more_than_c_are_detected() -> None:
+    target = target_of(Normalization(1.0), 1).with_model(parameters(512))
+    runs = ClientEvidence(target, 3)
+    with BUGS["rows below .01 C are bounded by 2 C"]():
+        assert failed(findings(runs.checks(), "what one client moves"))
+
+
 def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
     runs = ClientEvidence(target_of(AdaClip(), 3), 3)
     (check,) = findings(runs.checks(), "several fail at once")
