@@ -37,6 +37,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 KEYED = ("metrics.csv", "summary.json", "done")
 """Files that enter the manifest by an HMAC."""
+LEDGER = "ledger.jsonl"
+"""Enters by an HMAC too: its notes are covered by no hash of its lines."""
 
 _HASHED = ("model.safetensors", "config.toml")
 _HASH = re.compile(rb'"hash":"([0-9a-f]{64})"')
@@ -52,7 +54,7 @@ class Manifest:
     sha256 : mapping of path to digest
         Digests of model and config, and of the configs of overwritten runs.
     hmac : mapping of path to HMAC
-        HMACs of those files of `KEYED` that exist.
+        HMACs of those files of `KEYED` that exist, and of the ledger (not in older manifests).
     archive : mapping of path to End
         Ends of the ledgers of overwritten runs.
     clients : mapping of client id to End
@@ -87,11 +89,11 @@ class Manifest:
         plain = [run / name for name in _HASHED if (run / name).is_file()]
         plain += sorted((run / ARCHIVE).glob(f"*/{_HASHED[1]}"))
         return cls(
-            ledger=end_of(run / "ledger.jsonl"),
+            ledger=end_of(run / LEDGER),
             sha256={_relative_name(run, path): file_digest(path) for path in plain},
             hmac={
                 name: fingerprints.of([name.encode(), regular_files.read_bytes(run / name)])
-                for name in KEYED
+                for name in (*KEYED, LEDGER)
                 if (run / name).is_file()
             },
             archive={_relative_name(run, path): end_of(path) for path in archived},

@@ -21,7 +21,14 @@ from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.entry import History
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.ledger_lines import End
-from fedsim.privacy.manifest import KEYED, MANIFEST, Manifest, check_signature, file_digest
+from fedsim.privacy.manifest import (
+    KEYED,
+    LEDGER,
+    MANIFEST,
+    Manifest,
+    check_signature,
+    file_digest,
+)
 
 METADATA = "fedsim"
 """Key in a model file's metadata under which its ledger's end is stored."""
@@ -184,6 +191,9 @@ def _other_files(directory: Path, clients: Path | None, manifest: Manifest) -> I
         if name in manifest.hmac or name in changes:
             match = "has the HMAC that the manifest names"
             yield FileCheck(name, name not in changes, changes.get(name, match))
+    if LEDGER in manifest.hmac and LEDGER in changes and current.ledger == manifest.ledger:
+        words = "what its hashes do not cover (notes, a torn line) was changed since the run ended"
+        yield FileCheck(LEDGER, False, words)
     configs = [name for name in _changes(manifest.sha256, current.sha256) if "/" in name]
     if changed := sorted([*configs, *_changes(manifest.archive, current.archive)]):
         yield FileCheck("archive", False, f"missing, changed or added: {', '.join(changed)}")

@@ -99,12 +99,23 @@ def test_a_ledger_that_went_on_after_the_model_says_so(run):
     assert "rows end at round 3, and the ledger at round 4" in failed["metrics"]
 
 
+def test_edited_notes_that_no_hash_covers_are_found_out_but_in_older_manifests(run):
+    ledger = run / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"noted":{"time"', '"noted":{"run":"x","time"'))
+    assert failing(run) == ["ledger.jsonl"]
+    older = json.loads((run / MANIFEST).read_text())
+    del older["hmac"]["ledger.jsonl"]
+    (run / MANIFEST).write_text(json.dumps(older))
+    assert failing(run) == []
+
+
 def test_an_incomplete_last_line_has_no_hash_that_a_verifier_could_name(run):
     with open(run / "ledger.jsonl", "ab") as file:
         file.write(b'{"entry":{"kind":"rel')
     chain, *others = verify(run, DELTA)
     assert chain.detail.startswith("5 lines, the last of which is incomplete")
-    assert [check.subject for check in others if not check.passed] == ["manifest", "model"]
+    failed = [check.subject for check in others if not check.passed]
+    assert failed == ["manifest", "model", "ledger.jsonl"]
     assert "Final hash" not in str(Ledger.read(run / "ledger.jsonl").statement(DELTA))
 
 
