@@ -243,14 +243,14 @@ class ExampleEvidence(Evidence):
             yield lambda: self.passes, _PASSES
         if not self.in_layers:
             return
-        moved, runs = catalogue.moved_by("example"), self.neighbours
-        if runs is None:
+        moved = catalogue.moved_by("example")
+        if self._canary_batch is None:
             examined = f"the batches of each of {SEEDS_TRIED} seeds"
             why = "the canary, which is the last example, is in no batch"
             yield omitted_checks((*catalogue.REPORTS, *moved), examined, why)
         else:
-            yield lambda: runs, catalogue.REPORTS
-            yield lambda: runs.moved, moved
+            yield lambda: self.neighbours, catalogue.REPORTS
+            yield lambda: self.neighbours.moved, moved
 
     @property
     def claim(self) -> Claim:
@@ -315,11 +315,8 @@ class ExampleEvidence(Evidence):
         return by_client, f"{limited.rounds} rounds at a budget of epsilon {budget:.4g}"
 
     @cached_property
-    def neighbours(self) -> Neighbours | None:
-        """Runs with and without one example, which has the worst rows, all else equal.
-
-        None if it is in no batch with any seed tried.
-        """
+    def _canary_batch(self) -> tuple[TrainerTarget, int] | None:
+        """Target and seed with which the canary, the last example, is in a batch; or None."""
         # Long enough for the canary to be in several batches.
         releases = -(-4 * self.target.size // int(self.target.plan.denominator))
         target = self.target.with_releases(releases)
@@ -327,10 +324,16 @@ class ExampleEvidence(Evidence):
         for seed in range(self.seed, self.seed + SEEDS_TRIED):
             quiet, loud = (target.observe(side, seed).moves for side in clients)
             if not np.array_equal(quiet, loud):
-                neighbours = Neighbours(target, seed)
-                neighbours.try_behaviours(self.measured, {})
-                return neighbours
+                return target, seed
         return None
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """Runs with and without one example, which has the worst rows, all else equal."""
+        assert self._canary_batch is not None
+        neighbours = Neighbours(*self._canary_batch)
+        neighbours.try_behaviours(self.measured, {})
+        return neighbours
 
     @property
     def worlds(self) -> Finding:

@@ -58,8 +58,9 @@ def test_an_example_that_is_in_no_batch_is_tested_with_another_seed_or_not_at_al
     names = ("what else leaves a round", "what one example moves")
     # With seed 38 the last example is in none of 16 batches.
     runs = ExampleEvidence.of(target, rounds=5, worlds=40, seed=38)
+    assert findings(runs.checks(), "a line for every round")
+    assert "neighbours" not in vars(runs)  # they are made only for their own checks
     assert [check.tested for check in findings(runs.checks(), *names)] == [True, True]
-    assert runs.neighbours is not None
     assert runs.neighbours.moved.measured.startswith("0.66")
     monkeypatch.setattr(local_training, "SEEDS_TRIED", 1)
     omitted = findings(ExampleEvidence.of(target, 5, 40, seed=38).checks(), *names)
