@@ -72,6 +72,8 @@ SYSTEM_NOISE = checks_of("noise", ("noise with system entropy", plan.system_nois
 SEEDS = checks_of("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
 ANOTHER_RUN = checks_of("noise",
     ("noise of another run", noise.pairs, "noise is keyed by the seed alone"))
+ANOTHER_CLIENT = checks_of("noise",
+    ("noise of another client", plan.noise_of_clients, "clients share noise"))
 RESUME = checks_of("noise",
     ("resume", plan.same_after_resume, "a resumed run draws noise again"))
 ADDRESSES = checks_of("noise",

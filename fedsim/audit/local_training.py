@@ -234,7 +234,7 @@ class ExampleEvidence(Evidence):
     def checks(self) -> Iterator[Gathered]:
         """Samples and checks for any target, and for ledgers, batches and two worlds."""
         yield from super().checks()
-        yield lambda: self.lines, _LINES
+        yield lambda: self.lines, (*_LINES, *catalogue.ANOTHER_CLIENT)
         yield lambda: (self.claim, self.seed), catalogue.CLAIM
         yield lambda: self.budget, catalogue.BUDGET
         yield lambda: self.worlds, catalogue.TWO_WORLDS
@@ -266,7 +266,7 @@ class ExampleEvidence(Evidence):
 
     @property
     def lines(self) -> tuple[TrainerTarget, ExampleRun]:
-        """A run to compare charges with releases."""
+        """A run of several clients without rows."""
         target = self.target.with_model(parameters(FEW_PARAMETERS))
         return target, target.train(self._zeros(target), self.seed)
 

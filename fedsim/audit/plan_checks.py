@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,10 +19,13 @@ import torch
 from fedsim.audit.bound_checks import allowed_length
 from fedsim.audit.checks import Finding, Floats, invariant, untested
 from fedsim.audit.clients import ALONE, OPPOSED, equal_sums, longest_row
-from fedsim.audit.noise_checks import repeats
+from fedsim.audit.noise_checks import pairs, repeats
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import Observation, StrategyTarget, parameters
 from fedsim.randomness import Address
+
+if TYPE_CHECKING:
+    from fedsim.audit.local_training import ExampleRun, TrainerTarget
 
 SEEDS = 96
 SMALLEST_DIFFERENCE = 1e-12
@@ -310,3 +314,15 @@ def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
         )
     examined = f"{len(addresses):,} addresses of {rounds} rounds"
     return invariant(examined, fault, "each used once")
+
+
+def noise_of_clients(target: TrainerTarget, run: ExampleRun) -> Finding:
+    """Whether clients' noise in one run is independent."""
+    clients, width = len(run.releases), run.releases.shape[-1]
+    examined = f"{clients} clients of one run"
+    if target.adapts:
+        return untested(examined, "noise that adapts has no known distribution")
+    releases = run.releases.reshape(clients, -1, width)
+    noise = np.stack([target.whitened(rows) for rows in releases])
+    noise /= np.maximum(np.sqrt(np.square(noise).mean((0, 1))), 1e-300)  # layers may differ
+    return pairs(noise.reshape(clients, -1), examined)

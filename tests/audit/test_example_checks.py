@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLaye
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.privacy.laws.poisson import draw_poisson
 from fedsim.privacy.local_work import LocalWork
+from fedsim.randomness import Purpose, Randomness
 from fedsim.training import ExamplePrivacy
 
 WORK = LocalWork(6, epochs=1)
@@ -66,6 +68,24 @@ def test_an_example_that_is_in_no_batch_is_tested_with_another_seed_or_not_at_al
     omitted = findings(ExampleEvidence.of(target, 5, 40, seed=38).checks(), *names)
     assert [(check.name, check.tested) for check in omitted] == [(name, False) for name in names]
     assert "in no batch" in omitted[0].measured
+
+
+def test_noise_that_clients_share_is_caught() -> None:
+    privacy = ExamplePrivacy(PerLayer(Clipping(1.0)), 1.5)
+    target = TrainerTarget.smaller(privacy, WORK, 36, 512)
+    generator = Randomness.generator
+
+    def of_first_client(self: Randomness, purpose: Purpose, **address: Any) -> Any:
+        return generator(self.repeated(), purpose, **{**address, "client": 0})
+
+    for plant, seen in (
+        (nullcontext(), False),
+        (patch.object(Randomness, "generator", of_first_client), True),
+    ):
+        with plant:
+            evidence = ExampleEvidence.of(target, rounds=5, worlds=40, seed=2)
+            (check,) = findings(evidence.checks(), "noise of another client")
+        assert check.refutes(RISK) == seen
 
 
 @contextmanager
