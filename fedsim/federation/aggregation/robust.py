@@ -91,23 +91,23 @@ class Krum(RobustMean):
     """The row with the least sum of squared distances to its n - f - 2 nearest rows (Krum).
 
     f is the number of byzantine clients. With ``keep`` above 1 it is the mean of that many rows
-    (multi-Krum). If clients fail and n - f - 2 is below 1, only the nearest row is used, without
-    any guarantee. No privacy. Needs n^2 numbers of memory in addition to the rows. Source:
-    Blanchard et al. 2017.
+    (multi-Krum), of fewer if clients fail, so that f can be left out. If n - f - 2 is below 1, only
+    the nearest row is used, without any guarantee. No privacy. Needs n^2 numbers of memory in
+    addition to the rows. Source: Blanchard et al. 2017.
     """
 
     byzantine: Annotated[int, Ge(0)] = 1
     """The number of Byzantine clients in a cohort, which may send anything; below (n - 2) / 2."""
     keep: Annotated[int, Ge(1)] = 1
-    """How many rows are averaged (Multi-Krum); 1 for Krum itself."""
+    """How many rows are averaged (Multi-Krum), at most the cohort less byzantine; 1 for Krum."""
 
     def check(self, expected: float) -> None:
-        """Refuse a cohort in which the byzantine clients could be nearest to each other."""
-        if expected < max(2 * self.byzantine + 3, self.keep):
+        """Refuse a cohort whose byzantine clients could be close together, or must be kept."""
+        if expected < max(2 * self.byzantine + 3, self.byzantine + self.keep):
             raise FedsimError(
                 f"mechanism.byzantine is {self.byzantine} and mechanism.keep {self.keep}; twice "
-                f"byzantine plus 3, and keep, must both be at most the cohort's {expected:g} "
-                "clients."
+                "byzantine plus 3, and byzantine plus keep, must both be at most the cohort's "
+                f"{expected:g} clients."
             )
 
     def center(self, rows: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Krum(RobustMean):
         neighbours = min(max(1, n - self.byzantine - 2), max(1, n - 1))
         scores = squares.sort(1).values[:, :neighbours].sum(1)
         # Stable: of equal scores the lower client id is chosen, on every engine.
-        best = scores.sort(stable=True).indices[: self.keep]
+        best = scores.sort(stable=True).indices[: max(1, min(self.keep, n - self.byzantine))]
         return rows[best].to(torch.float64).mean(0)
 
 
