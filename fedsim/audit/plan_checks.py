@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,8 @@ from fedsim.audit.checks import Finding, Floats, invariant, untested
 from fedsim.audit.clients import ALONE, OPPOSED, equal_sums, longest_row
 from fedsim.audit.noise_checks import pairs, repeats
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.target import Observation, StrategyTarget, parameters
+from fedsim.audit.target import Observation, StrategyTarget, Target, parameters
 from fedsim.randomness import Address
-
-if TYPE_CHECKING:
-    from fedsim.audit.local_training import ExampleRun, TrainerTarget
 
 SEEDS = 96
 SMALLEST_DIFFERENCE = 1e-12
@@ -316,8 +313,8 @@ def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
     return invariant(examined, fault, "each used once")
 
 
-def noise_of_clients(target: TrainerTarget, run: ExampleRun) -> Finding:
-    """Whether clients' noise in one run is independent."""
+def noise_of_clients(target: Target, run: Any) -> Finding:
+    """Whether clients' noise is independent in a run with ``releases [n, rounds, steps, d]``."""
     clients, width = len(run.releases), run.releases.shape[-1]
     examined = f"{clients} clients of one run"
     if target.adapts:
