@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from fedsim.federation.arrays import array_record
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
 from fedsim.training.payload import Personal
-from fedsim.training.side_effects import scratch_copy
 
 
 def initial_model(
@@ -47,7 +47,7 @@ def initial_model(
 
 def _copied(model: nn.Module, name: str) -> nn.Module:
     try:
-        return scratch_copy(model)
+        return copy.deepcopy(model)
     except Exception as error:  # a user's code
         raise FedsimError(
             f"{name} cannot be copied ({type(error).__name__}: {printable(error)}); it must be a "
@@ -119,14 +119,14 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
     # A batch of two: batch normalisation fails on one example, and is refused by name later.
     x = one.inputs(torch.from_numpy(one.indices[0].repeat(2)).to(device), dtype)
     for training in (True, False):
-        copy = _copied(model.to(device), "the model").train(training)
+        copied = _copied(model.to(device), "the model").train(training)
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
-            outputs = _outputs(copy, x)
+            outputs = _outputs(copied, x)
             _check_outputs(outputs, x)
             if config.adapter.name != "none":
-                _check_adapter(copy, outputs)
+                _check_adapter(copied, outputs)
             if not training:
-                _check_one_example(copy, x[:1], outputs.shape[1:])
+                _check_one_example(copied, x[:1], outputs.shape[1:])
         if config.task.loss == "cross-entropy":
             _check_classes(dataset, outputs)
 

@@ -6,6 +6,7 @@ number of examples, never on the other clients of its block; so neither do its b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from fedsim.privacy.laws.shuffle import draw_passes
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness, Stream
 from fedsim.training.data import ClientData
-from fedsim.training.side_effects import scratch_copy
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -82,12 +82,10 @@ class Workload:
 
     def _of_each(self, client_ids: Ints, number: Callable[[LocalWork, int], int]) -> Floats:
         """Values ``[n]`` of ``number``, given each client's work and number of examples."""
-        work, counts, size = self.work, self.counts, self.data.size
-        if counts is None:
-            numbers = [number(work, size(k)) for k in client_ids.tolist()]
-        else:
-            numbers = [number(work.counted(int(counts[k])), size(k)) for k in client_ids.tolist()]
-        return np.array(numbers, dtype=np.float64)
+        ids, counts = client_ids.tolist(), self.counts
+        works = [self.work if counts is None else self.work.counted(int(counts[k])) for k in ids]
+        sizes = map(self.data.size, ids)
+        return np.array([*map(number, works, sizes)], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -320,7 +318,7 @@ def multiplications(model: nn.Module, sample: Tensor) -> float:
             axis = 1 if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else -1
             total += parameters * tensor.numel() / max(1, tensor.shape[axis])
 
-    watched = scratch_copy(model).eval()
+    watched = copy.deepcopy(model).eval()
     for module in watched.modules():
         module.register_forward_hook(count)
     watched(sample)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedsim.rows.packing import channels_last, takes_channels_last
 from fedsim.training.data import ClientData
 from fedsim.training.side_effects import exact
-from fedsim.training.structure.tables import is_torchs_own
+from fedsim.training.structure.tables import BY_EXAMPLE, is_torchs_own
 
 MOST_BYTES = 2**30
 """Most memory for the outputs of the examples that clients have; beyond it none are stored."""
@@ -28,14 +28,6 @@ An entry is a pair: the positions of examples in the data, and the outputs, a ro
 of a sweep differ in the layers behind the stem and in how examples are split, and computing the
 stem's outputs may take longer than training.
 """
-
-# Modules whose output for an example is a function of that example alone.
-BY_EXAMPLE = (
-    nn.Conv1d, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.GroupNorm,
-    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-    nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU,
-    nn.Flatten, nn.Identity,
-)  # fmt: skip
 
 
 def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientData]:

@@ -33,6 +33,7 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.tasks.losses import Loss, is_fedsims_own
 from fedsim.training.data import ClientData
+from fedsim.training.structure.tables import BY_EXAMPLE
 
 Ints = npt.NDArray[np.int64]
 
@@ -41,10 +42,7 @@ EVALUATION = 2**40
 
 # Modules that are known neither to draw nor to change their buffers.
 DETERMINISTIC_MODULES = (
-    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
-    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-    nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU,
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Unflatten, nn.Conv3d, nn.Embedding, *BY_EXAMPLE,
 )  # fmt: skip
 
 
@@ -80,7 +78,7 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
         return HiddenDraws(training=draws_by_type, evaluation=False)
     try:
         training, evaluation = (
-            _draws(scratch_copy(model).train(mode), x) for mode in (True, False)
+            _draws(copy.deepcopy(model).train(mode), x) for mode in (True, False)
         )
     except FedsimError:
         raise
@@ -98,11 +96,6 @@ def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
         return None
     x, _ = data.empty(dtype)
     return torch.cat([x.new_zeros(2, *x.shape[1:]), x.new_ones(2, *x.shape[1:])])
-
-
-def scratch_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model for tests: it shares no memory with the model, not even parameters."""
-    return copy.deepcopy(model)
 
 
 def _known_to_draw(module: nn.Module) -> bool:
@@ -164,7 +157,7 @@ def loss_draws(model: nn.Module, loss: Loss, x: Tensor | None, y: Tensor) -> boo
     foreign = _foreign_generators()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            outputs = scratch_copy(model).train()(x.clone())
+            outputs = copy.deepcopy(model).train()(x.clone())
             before = _generators(x.device)
             copy.deepcopy(loss)(outputs, y.new_zeros(len(x), *y.shape[1:]))
             has_drawn = before != _generators(x.device)

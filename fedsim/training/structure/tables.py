@@ -158,6 +158,15 @@ FUNCTIONS: dict[Any, Rule] = {
 }
 
 
+BY_EXAMPLE = (
+    nn.Conv1d, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.GroupNorm,
+    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU,
+    nn.Flatten, nn.Identity,
+)  # fmt: skip
+"""Modules whose output for an example is a function of that example alone, without random draws."""
+
+
 def is_torchs_own(module: nn.Module) -> bool:
     """Whether a module is an unmodified one of torch's: without hooks or a forward of its own."""
     return (
