@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,21 +50,6 @@ INDEX, WEIGHT = "batch.index", "batch.weight"
 Work = Callable[[], tuple[State, Tensor]]
 
 
-class GraphRecorder(Protocol):
-    """Captures work for later replays."""
-
-    def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
-        """Run ``work``, perhaps several times, and capture it.
-
-        Returns
-        -------
-        callable
-            Replays it, on what its tensors hold by then.
-        (State, Tensor)
-            What ``work`` returned; each replay writes into these very tensors.
-        """
-
-
 def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
     """Captured steps, on a GPU and for paths whose kernels take a whole block; else None."""
     path = stepper.path
@@ -82,12 +67,12 @@ class StepGraphs:
     ----------
     stepper : Stepper
         Its eager steps are captured, and run directly where that is not possible.
-    recorder : GraphRecorder
+    recorder : CudaRecorder
     block_size : int
         Number of clients that every step is computed for; a larger block takes a multiple of it.
     """
 
-    def __init__(self, stepper: Stepper, recorder: GraphRecorder, block_size: int) -> None:
+    def __init__(self, stepper: Stepper, recorder: CudaRecorder, block_size: int) -> None:
         self.stepper, self.recorder, self.block_size = stepper, recorder, block_size
         self.graphs: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
         self.can_capture = True
@@ -292,7 +277,15 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
-        """Run ``work`` three times on the stream, then capture it."""
+        """Run ``work`` three times on the stream, then capture it.
+
+        Returns
+        -------
+        callable
+            Replays it, on what its tensors hold by then.
+        (State, Tensor)
+            What ``work`` returned; each replay writes into these very tensors.
+        """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
