@@ -198,6 +198,8 @@ class LocalRounds:
         self._begin_round(clients, start, values)
         # Each client gets its own copies, since an algorithm may change them in place.
         named = {k: v.expand(n, -1).clone() for k, v in received.named.items()}
+        if self.algorithm.parts:  # it treats the personal parameters differently
+            named[PERSONAL_MASK] = self.client_state.personal.mask.expand(n, -1)
         if not self.trained.model.training:
             self.trained.model.train()
         if not self._sizes(clients).any():
@@ -207,7 +209,7 @@ class LocalRounds:
         loop = self._loop(clients)
         end = loop.run(
             start,
-            {k: torch.from_numpy(v).to(start) for k, v in values.items()} | named | self._mask(n),
+            {k: torch.from_numpy(v).to(start) for k, v in values.items()} | named,
             clients.carried,
         )
         if self.compression is not None:
@@ -310,12 +312,6 @@ class LocalRounds:
         if self.client_state.kind != "reset":
             metrics["fresh-state"] = (~clients.carried.present).astype(np.float64)
         return metrics
-
-    def _mask(self, n: int) -> dict[str, Tensor]:
-        """Mask of the personal parameters, for an algorithm that treats them differently."""
-        if not self.algorithm.parts:
-            return {}
-        return {PERSONAL_MASK: self.client_state.personal.mask.expand(n, -1)}
 
     def _compressed(
         self, compression: Compression, end: EndState, vectors: Tensor, carried: CarriedState
