@@ -241,14 +241,12 @@ def _images(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, Patches]:
         x = F.pad(x, (0, 0, across, across, down, down))
     x = x.contiguous()
     height, width, channels = x.shape[1:]
-    (rows, columns), (down, across) = module.kernel_size, module.stride
-    return x, _patches((height, width, channels), (rows, columns), (down, across))
+    return x, _patches((height, width, channels), _pair(module.kernel_size), _pair(module.stride))
 
 
 def _padding(module: nn.Conv2d) -> tuple[int, int]:
     assert not isinstance(module.padding, str)  # see `is_plain`
-    down, across = module.padding
-    return down, across
+    return _pair(module.padding)
 
 
 _patches = functools.cache(Patches)
