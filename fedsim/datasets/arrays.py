@@ -77,24 +77,13 @@ class Arrays:
         for name in (*STATISTICS, *DECLARED):
             if name in arrays:
                 _require_small(name, arrays[name].shape)
-        splits = {
-            part: {
-                name.removesuffix(f"_{part}"): array
-                for name, array in arrays.items()
-                if name.endswith(f"_{part}")
-            }
-            for part in ("train", "test")
-        }
-        numbers = {k: [float(v) for v in arrays[k].ravel()] for k in STATISTICS if k in arrays}
-        declared = {k: _whole(k, arrays[k]) for k in DECLARED if k in arrays}
-        return cls(
-            splits["train"],
-            splits["test"],
-            numbers.get("mean"),
-            numbers.get("std"),
-            declared.get("classes", 0),
-            declared.get("vocabulary", 0),
+        train, test = (
+            {name.removesuffix(end): array for name, array in arrays.items() if name.endswith(end)}
+            for end in ("_train", "_test")
         )
+        settings: dict[str, Any] = {k: _whole(k, arrays[k]) for k in DECLARED if k in arrays}
+        settings |= {k: [float(v) for v in arrays[k].ravel()] for k in STATISTICS if k in arrays}
+        return cls(train, test, **settings)
 
     def dataset(self, name: str, **others: Any) -> Dataset:
         """Data set of these arrays; ``others``, keywords of `Dataset.of`, take precedence."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,10 +121,17 @@ def is_saved(path: Path) -> bool:
 def read_saved(path: Path, columns: str) -> Arrays:
     """Arrays of a folder that `save_to_disk` has written, with the splits train and test.
 
+    Parameters
+    ----------
+    path : Path
+    columns : str
+        ``"x=image,y=label,owner=writer"``: the name of each array's column there.
+
     Raises
     ------
     FedsimError
-        If the package is not installed, the folder is damaged, or a column is no array.
+        If the package is not installed, the folder is damaged, a split or a column is missing, or
+        a column is no array of numbers or strings.
     """
     extras.require(f"{path}, which the package datasets has saved,", "datasets")
     import datasets
@@ -137,34 +143,16 @@ def read_saved(path: Path, columns: str) -> Arrays:
             f"{path} could not be read ({cause(error)}); it must be a folder that datasets has "
             "saved."
         ) from error
-    return arrays_of(saved, columns, str(path))
-
-
-def arrays_of(splits: Mapping[str, Any], columns: str, where: str = "the data set") -> Arrays:
-    """Arrays of a `datasets.DatasetDict` with the splits train and test.
-
-    Parameters
-    ----------
-    splits : mapping of name to `datasets.Dataset`
-    columns : str
-        ``"x=image,y=label,owner=writer"``: the name of each array's column there.
-
-    Raises
-    ------
-    FedsimError
-        If a split or a column is missing, or a column is no array of numbers or strings.
-    """
     names = _names(columns)
-    missing = [split for split in SPLITS if split not in splits]
-    if missing:
+    if any(split not in saved for split in SPLITS):
         raise FedsimError(
-            f"{where} has the splits {', '.join(splits)}; it must have {' and '.join(SPLITS)}."
+            f"{path} has the splits {', '.join(saved)}; it must have {' and '.join(SPLITS)}."
         )
-    arrays = [
-        {ours: _array(splits[split], split, theirs, where) for ours, theirs in names.items()}
+    train, test = (
+        {ours: _array(saved[split], split, theirs, path) for ours, theirs in names.items()}
         for split in SPLITS
-    ]
-    return Arrays(arrays[0], arrays[1])
+    )
+    return Arrays(train, test)
 
 
 def _names(columns: str) -> dict[str, str]:
@@ -179,7 +167,7 @@ def _names(columns: str) -> dict[str, str]:
     return names
 
 
-def _array(split: Any, which: str, column: str, where: str) -> npt.NDArray[Any]:
+def _array(split: Any, which: str, column: str, where: Path) -> npt.NDArray[Any]:
     if column not in split.column_names:
         raise FedsimError(
             f"{where} has no column '{column}' in its split {which}, but "
