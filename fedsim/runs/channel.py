@@ -18,9 +18,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
-from fedsim.federation.state_tree import Tree
 from fedsim.process import Closed
-from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
+from fedsim.runs.callbacks import Callback, Callbacks
 
 CHANNEL = "FEDSIM_CALLBACKS"
 """Environment variable: key and socket of the process that has a run's callbacks."""
@@ -73,6 +72,11 @@ class CallbackServer(Closed):
             return None
 
 
+def _asked(name: str) -> Any:
+    """The method of this name, called in the other process."""
+    return lambda callback, *arguments: callback.ask(name, *arguments)
+
+
 class DistantCallback(Callback):
     """Forwards every call to a `CallbackServer` in another process.
 
@@ -87,30 +91,11 @@ class DistantCallback(Callback):
         key, _, address = channel.partition(":")
         self._connection: Connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(key))
 
-    def on_start(self, status: RunStatus) -> str | None:
-        """Call the callbacks in the other process."""
-        answer: str | None = self._ask("on_start", status)
-        return answer
+    on_start, on_round, on_end = _asked("on_start"), _asked("on_round"), _asked("on_end")
+    state, restore = _asked("state"), _asked("restore")
 
-    def on_round(self, status: RunStatus) -> str | None:
-        """Call the callbacks in the other process."""
-        answer: str | None = self._ask("on_round", status)
-        return answer
-
-    def on_end(self, status: RunStatus) -> None:
-        """Call the callbacks in the other process."""
-        self._ask("on_end", status)
-
-    def state(self) -> Tree:
-        """State of the callbacks in the other process."""
-        state: Tree = self._ask("state")
-        return state
-
-    def restore(self, state: Tree) -> None:
-        """Restore the state of the callbacks in the other process."""
-        self._ask("restore", state)
-
-    def _ask(self, *question: Any) -> Any:
+    def ask(self, *question: Any) -> Any:
+        """Call a method of the callbacks in the other process, by its name, with its arguments."""
         _send(self._connection, *question)
         answer, self.asked_to_end = _receive(self._connection)
         return answer
