@@ -9,9 +9,8 @@ from flwr.serverapp.strategy import Result
 
 from fedsim.config.plan import entropy, stopping
 from fedsim.errors import FedsimError
-from fedsim.federation.client_metrics import QUANTILES
 from fedsim.runs.factories import private_metrics
-from fedsim.runs.metrics import Row
+from fedsim.runs.metrics import QUANTILES, Row
 from fedsim.runs.resolve import Resolved
 from fedsim.strategies import DPFedAvg, RoundReport
 
