@@ -29,11 +29,11 @@ from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import Evaluation
 from fedsim.training.example_privacy import ExamplePrivacy
+from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
-from fedsim.training.parts import local_rounds
-from fedsim.training.paths.choice import KernelName, PathName, kernel_of, most_clients
+from fedsim.training.paths import choice
 from fedsim.training.payload import Compression, Payload, Personal
-from fedsim.training.steps import RoundClients, RoundStart
+from fedsim.training.steps import RoundClients, RoundStart, Stepper
 
 
 class Trainer:
@@ -117,8 +117,8 @@ class Trainer:
         loss: Loss | None = None,
         metrics: Mapping[str, Metric | Loss] | None = None,
         test: ClientData | None = None,
-        path: PathName = "auto",
-        kernel: KernelName = "auto",
+        path: choice.PathName = "auto",
+        kernel: choice.KernelName = "auto",
         block_size: int = 0,
         randomness: Randomness,
         device: torch.device | str = "cpu",
@@ -161,29 +161,44 @@ class Trainer:
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
         self.payload = Payload.of(self.personal.shared, algorithm)
-        self.kernel = kernel_of(kernel, self.device)
-        self.block_size = most_clients(self.model, self.packing, self.device, block_size)
-        make = partial(
-            local_rounds,
-            workload=self.workload,
-            loss=checks.loss_on(self.loss, self.device),
-            kernel=self.kernel,
-            block_size=self.block_size,
-            max_grad_norm=max_grad_norm,
-            compression=compression,
-        )
+        self.kernel = choice.kernel_of(kernel, self.device)
+        self.block_size = choice.most_clients(self.model, self.packing, self.device, block_size)
         # With an alternation, the rounds of the whole model only serve to evaluate it.
         releasing = privacy if alternation is None else None
-        self.rounds = make(self.model, self.client_state, self.payload, path, releasing)
+        self.rounds = self._rounds_of(self.model, self.client_state, self.payload, path, releasing)
         self.trained, self.stepper = self.rounds.trained, self.rounds.stepper
         self.path = self.stepper.path
         self._parts = [self.rounds]
         if alternation is not None:
-            of_part = partial(make, path=self.path.name, privacy=privacy)
+            of_part = partial(self._rounds_of, path=self.path.name, privacy=privacy)
             self._parts = alternating.parts(alternation, self.rounds, of_part)
         evaluated = self.data if test is None else test.to(self.device)
         self.evaluation = Evaluation(
             self.trained, self.stepper, self.metrics, evaluated, self.client_state
+        )
+
+    def _rounds_of(
+        self,
+        model: nn.Module,
+        client_state: PersistentState,
+        payload: Payload,
+        path: choice.PathName,
+        privacy: ExamplePrivacy | None,
+    ) -> LocalRounds:
+        """Local rounds of the parameters that are not frozen in a model: all, or a part's."""
+        data, algorithm, kernel = self.data, self.algorithm, self.kernel
+        personal, private = client_state.personal, privacy is not None
+        packing, loss = personal.packing, checks.loss_on(self.loss, self.device)
+        statistics = checks.check_statistics(model, algorithm, personal.names, private=private)
+        trained = choice.TrainedModel.of(
+            model, packing, loss, data, kernel, statistics=bool(statistics), private=private
+        )
+        chosen, max_norm = choice.choose(path, trained, self.device), self.max_grad_norm
+        places = personal.places(statistics) if statistics else None
+        stepper = Stepper(chosen, data, algorithm, packing, client_state.entries, max_norm, places)
+        stepper.captured = captured_steps(stepper, self.block_size)
+        return LocalRounds(
+            trained, stepper, client_state, payload, self.workload, self.compression, privacy
         )
 
     @property
@@ -232,10 +247,6 @@ class Trainer:
             if part.releases is not None:
                 part.releases.run = run
 
-    def examples(self, client: int) -> int:
-        """Number of examples of a client."""
-        return self.data.size(client)
-
     def costs(self, client_ids: Ints) -> Floats:
         """Local steps of each client, ``[n]``; 1 for a client that takes none."""
         return np.maximum(self.workload.steps(client_ids), 1.0)
@@ -252,7 +263,7 @@ class Trainer:
         """Replace all clients' state by what `state` returned."""
         self.client_state.store.restore(states)
 
-    def on(self, path: PathName, block_size: int = 0) -> Self:
+    def on(self, path: choice.PathName, block_size: int = 0) -> Self:
         """A trainer of the same clients on another path, without their state."""
         state: StateKind = "client" if self.client_state.kind == "client" else "reset"
         return self._copy(path=path, block_size=block_size, state=state)

@@ -134,7 +134,7 @@ def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalRes
     ids = _client_ids(context)
     vector = trainer.received_layout.flatten(_arrays(message)[1].to_torch_state_dict())
     trainer.receive(_config(message))
-    _require_declared(trainer.examples(int(ids[0])), _config(message))
+    _require_declared(trainer.data.size(int(ids[0])), _config(message))
     return trainer.fit(vector, ids, _round(message)), vector
 
 
