@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from fedsim.cohorts import Cohort
-from fedsim.config.execution_sections import DevicesSection
 from fedsim.config.privacy_sections import ClientNoiseSection, NoiseSection
 from fedsim.config.run_config import RunConfig, past_config
+from fedsim.config.sections import DevicesSection
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event

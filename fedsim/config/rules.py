@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from fedsim.arguments import shown
-from fedsim.config.execution_sections import DevicesSection
+from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
 
 # Stands for `fedsim.config.RunConfig`, whose module imports this one.

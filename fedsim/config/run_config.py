@@ -18,13 +18,6 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
-from fedsim.config.execution_sections import (
-    CheckpointSection,
-    DevicesSection,
-    EngineSection,
-    LogSection,
-    StopSection,
-)
 from fedsim.config.privacy_sections import (
     EvaluateSection,
     MechanismSection,
@@ -35,12 +28,17 @@ from fedsim.config.privacy_sections import (
 from fedsim.config.rules import check_rules
 from fedsim.config.sections import (
     AdapterSection,
+    CheckpointSection,
     ClientSection,
     CohortSection,
     DataSection,
+    DevicesSection,
+    EngineSection,
+    LogSection,
     ModelSection,
     PartitionSection,
     ServerSection,
+    StopSection,
     TaskSection,
 )
 from fedsim.config.tables import OUTSIDE_RELEASE, OUTSIDE_TRAINING, ConfigTable, drop_switched

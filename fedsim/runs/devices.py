@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from fedsim import regular_files
 from fedsim.config import RunConfig
-from fedsim.config.execution_sections import DevicesSection
-from fedsim.config.sections import WORK_RANGE
+from fedsim.config.sections import WORK_RANGE, DevicesSection
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
