@@ -39,20 +39,24 @@ class Network(ABC):
         """Build it for examples of this shape."""
 
 
-def dense(
-    input_shape: Sequence[int], widths: Sequence[int], num_classes: int, *, bias: bool
-) -> nn.Sequential:
-    """Flatten, then `fully_connected` from the examples' size to ``num_classes``."""
-    sizes = (math.prod(input_shape), *widths, num_classes)
-    parameters = sum(inputs * outputs for inputs, outputs in pairwise(sizes))
-    refuse_larger_than_memory(
-        4 * parameters,
-        f"a model with layers of {', '.join(map(str, sizes))} (the data's size, model.widths, the "
-        "number of classes)",
-    )
-    return torch.nn.Sequential(
-        OrderedDict(flatten=torch.nn.Flatten(), **fully_connected(sizes, bias=bias))
-    )
+class DenseNetwork(Network):
+    """Flatten, then `fully_connected` from the examples' size to the number of classes."""
+
+    widths: tuple[int, ...]
+    bias: bool
+
+    def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+        """Build it for examples of this shape."""
+        sizes = (math.prod(input_shape), *self.widths, num_classes)
+        parameters = sum(inputs * outputs for inputs, outputs in pairwise(sizes))
+        refuse_larger_than_memory(
+            4 * parameters,
+            f"a model with layers of {', '.join(map(str, sizes))} (the data's size, model.widths, "
+            "the number of classes)",
+        )
+        return torch.nn.Sequential(
+            OrderedDict(flatten=torch.nn.Flatten(), **fully_connected(sizes, bias=self.bias))
+        )
 
 
 def fully_connected(sizes: Sequence[int], *, bias: bool) -> dict[str, nn.Module]:
@@ -96,43 +100,33 @@ def parse_widths(widths: str | int | Sequence[int]) -> tuple[int, ...]:
 
 @register("model", "softmax")
 @dataclass(frozen=True)
-class Softmax(Network):
+class Softmax(DenseNetwork):
     """One fully connected layer, ``fc1``."""
 
+    widths = ()
     bias: Bias = True
-
-    def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Build it for examples of this shape."""
-        return dense(input_shape, (), num_classes, bias=self.bias)
 
 
 @register("model", "mlp")
 @dataclass(frozen=True)
-class MLP(Network):
+class MLP(DenseNetwork):
     """Fully connected network: ``fc1``, ReLU, ``fc2``, ReLU, ... with layers of these widths."""
 
     widths: Annotated[tuple[int, ...], Text(parse_widths, write_widths)]
     """Hidden units of each layer, such as '256,256'."""
     bias: Bias = True
 
-    def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Build it for examples of this shape."""
-        return dense(input_shape, self.widths, num_classes, bias=self.bias)
-
 
 @register("model", "adadp-mnist")
 @dataclass(frozen=True)
-class AdadpMNIST(Network):
+class AdadpMNIST(DenseNetwork):
     """Three hidden layers of 256 and no biases, 334,336 parameters on 28x28 images.
 
     Source: arXiv 1809.03832.
     """
 
+    widths = (256, 256, 256)
     bias: Bias = False
-
-    def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Build it for examples of this shape."""
-        return dense(input_shape, (256, 256, 256), num_classes, bias=self.bias)
 
 
 @register("model", "adadp-cifar")
