@@ -40,9 +40,8 @@ def _square_root() -> Floats:
     the scale, the matrix of prefix sums.
     """
     coefficients = np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, BINS))])
-    matrix = np.zeros((BINS, BINS))
-    for column in range(BINS):
-        matrix[column:, column] = coefficients[: BINS - column]
+    places = np.arange(BINS)
+    matrix: Floats = np.tril(coefficients[places[:, None] - places])
     return matrix / np.linalg.norm(coefficients)
 
 

@@ -144,13 +144,12 @@ def all_test_examples(dataset: Dataset) -> ClientData:
 
 def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
     """Mean and standard deviation of inputs, ``[C, 1, 1]`` or ``[features]``; None without."""
-    images = dataset.train.x.dim() == 4
-    statistics = []
-    for numbers in (dataset.mean, dataset.std):
-        values = None if numbers is None else torch.tensor(numbers, dtype=torch.float64)
-        # One number for each channel, which broadcasts over [C, H, W].
-        statistics.append(values.view(-1, 1, 1) if values is not None and images else values)
-    mean, std = statistics
+    # Of images, one number for each channel, which broadcasts over [C, H, W].
+    shape = (-1, 1, 1) if dataset.train.x.dim() == 4 else (-1,)
+    mean, std = (
+        None if numbers is None else torch.tensor(numbers, dtype=torch.float64).view(shape)
+        for numbers in (dataset.mean, dataset.std)
+    )
     return mean, std
 
 

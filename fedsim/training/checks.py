@@ -111,15 +111,12 @@ def check_call(
         )
     if client_ids.ndim != 1:
         raise FedsimError(f"client_ids has shape {client_ids.shape}; it must be [n].")
+    ordered = client_ids
     if not (client_ids[1:] > client_ids[:-1]).all():
         ordered = np.sort(client_ids)
         if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
             raise FedsimError(f"client_ids has {twice[0]} twice; it must have each client once.")
-        first, last = ordered[0], ordered[-1]
-    elif len(client_ids):
-        first, last = client_ids[0], client_ids[-1]
-    else:
-        first, last = 0, 0
+    first, last = (ordered[0], ordered[-1]) if len(ordered) else (0, 0)
     if first < 0 or last >= population:
         raise FedsimError(
             f"client_ids has {first if first < 0 else last}; they must be from 0 to "

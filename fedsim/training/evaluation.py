@@ -109,13 +109,8 @@ class Evaluation:
     @cached_property
     def _paths(self) -> tuple[Sequence[Path], bool]:
         """A path for each thread, and whether metrics must see one chunk at a time."""
-        stepper = self.stepper
-        shapes = stepper.data.empty(stepper.dtype)
-        model, loss, structure = (
-            self.trained.model,
-            self.trained.loss,
-            self.trained.reading.structure,
-        )
+        stepper, model, loss = self.stepper, self.trained.model, self.trained.loss
+        structure, shapes = self.trained.reading.structure, stepper.data.empty(stepper.dtype)
         reading = read(model.eval(), loss, *shapes, declared=True)
         path = stepper.path
         # The trained path may run another graph than the model has in evaluation.

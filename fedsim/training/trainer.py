@@ -182,7 +182,7 @@ class Trainer:
         model: nn.Module,
         client_state: PersistentState,
         payload: Payload,
-        path: choice.PathName,
+        path: str,
         privacy: ExamplePrivacy | None,
     ) -> LocalRounds:
         """Local rounds of the parameters that are not frozen in a model: all, or a part's."""

@@ -167,7 +167,7 @@ class TrainedModel:
         return cls(model, packing, loss, data, draws, reading, plain_only, program)
 
 
-def choose(name: PathName, trained: TrainedModel, device: torch.device) -> Path:
+def choose(name: str, trained: TrainedModel, device: torch.device) -> Path:
     """The path that a setting asks for, or that the rule picks.
 
     The rule tests func on made-up examples before it picks it. A model that may look across a batch

@@ -38,7 +38,6 @@ from fedsim.training.structure.values import (
     NotReadError,
     Pair,
     leads,
-    method_of,
     module_on_meta,
     on_meta,
 )
@@ -293,7 +292,8 @@ class _Tracer(fx.Tracer):
                 self._measuring = False
         if node.op == "call_method":
             name = str(node.target)
-            return of_call(NodeCall(name, method_of(name), args, kwargs), METHODS.get(name))
+            method: Any = getattr(Tensor, name, None)
+            return of_call(NodeCall(name, method, args, kwargs), METHODS.get(name))
         assert callable(node.target)
         name = getattr(node.target, "__name__", str(node.target))
         return of_call(NodeCall(name, node.target, args, kwargs), FUNCTIONS.get(node.target))

@@ -91,15 +91,6 @@ def _is_dense_layer_of(module: nn.Module, x: Any) -> bool:
     return type(module) in (nn.ReLU, nn.Sigmoid, nn.Tanh)
 
 
-def method_of(name: str) -> Callable[..., Any]:
-    """A function that calls this method of a tensor."""
-
-    def function(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return getattr(tensor, name)(*args, **kwargs)
-
-    return function
-
-
 class Pair(NamedTuple):
     """Result of torch's functions along a dimension, whose fields code may read by name."""
 
