@@ -73,17 +73,13 @@ class Personal:
                 "model.personal leaves no trained parameter to be shared; it must leave one."
             )
         packing = Packing(Layout.of(trained))
-        positions = _places(packing, names, next(model.parameters()).device)
+        positions = positions_of(packing, names, next(model.parameters()).device)
         return cls(
             packing,
             Packing(Layout.of(shared), packing if len(positions) else None),
             packing.pack(packing.layout.flatten(trained).detach()[None])[0],
             positions,
         )
-
-    def places(self, names: Collection[str]) -> Tensor:
-        """Positions of some parameters in a packed row, int64 ``[P]``."""
-        return _places(self.packing, names, self.positions.device)
 
     @property
     def names(self) -> list[str]:
@@ -105,7 +101,8 @@ class Personal:
         return {PERSONAL: theta[:, self.positions]} if self else {}
 
 
-def _places(packing: Packing, names: Collection[str], device: torch.device) -> Tensor:
+def positions_of(packing: Packing, names: Collection[str], device: torch.device) -> Tensor:
+    """Positions of some parameters in a packed row, int64 ``[P]``."""
     ranges = [
         torch.arange(place.start, place.stop, device=device)
         for name, place in packing.slices.items()

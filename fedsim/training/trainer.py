@@ -32,7 +32,7 @@ from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths import choice
-from fedsim.training.payload import Compression, Payload, Personal
+from fedsim.training.payload import Compression, Payload, Personal, positions_of
 from fedsim.training.steps import RoundClients, RoundStart, Stepper
 
 
@@ -194,8 +194,8 @@ class Trainer:
             model, packing, loss, data, kernel, statistics=bool(statistics), private=private
         )
         chosen, max_norm = choice.choose(path, trained, self.device), self.max_grad_norm
-        places = personal.places(statistics) if statistics else None
-        stepper = Stepper(chosen, data, algorithm, packing, client_state.entries, max_norm, places)
+        written = positions_of(packing, statistics, self.device) if statistics else None
+        stepper = Stepper(chosen, data, algorithm, packing, client_state.entries, max_norm, written)
         stepper.captured = captured_steps(stepper, self.block_size)
         return LocalRounds(
             trained, stepper, client_state, payload, self.workload, self.compression, privacy

@@ -19,7 +19,7 @@ from fedsim.mechanisms import Clipping
 from fedsim.models.normalization import fix_normalisation, localise
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.payload import Personal
+from fedsim.training.payload import Personal, positions_of
 
 SIZES = [4, 0, 9, 2]
 HEAD = ("3.weight", "3.bias")
@@ -395,6 +395,7 @@ def test_batch_norm_without_parameters_is_not_said_to_be_one_that_clients_could_
 
 def test_looking_for_draws_leaves_statistics_as_they_are() -> None:
     t = fedbn(SGD())
-    assert t.personal.initial[t.personal.places(["2.running_mean"])].eq(0).all()
+    mean = positions_of(t.personal.packing, ["2.running_mean"], t.device)
+    assert t.personal.initial[mean].eq(0).all()
     assert dict(t.model.named_parameters())["2.running_mean"].eq(0).all()
     assert dict(t.model.named_parameters())["2.running_var"].eq(1).all()
