@@ -1,14 +1,16 @@
-"""Base class of adapters, which map a model to one with only a few trained weights."""
+"""Base of adapters, which leave a model with only a few trained weights, and no adapter."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedsim.arguments import shown
 from fedsim.errors import FedsimError
+from fedsim.registry import register
 from fedsim.rows.layout import Alternation
 from fedsim.settings import check_settings
 
@@ -73,6 +75,16 @@ class Adapter(ABC):
             If the files are of another model or adapter, or damaged.
         """
         raise FedsimError(f"a {type(self).__name__} (adapter.name) does not read {directory}.")
+
+
+@register("adapter", "none")
+@dataclass(frozen=True)
+class NoAdapter(Adapter):
+    """No adapter: the parameters that `model.trainable` names are trained."""
+
+    def __call__(self, model: nn.Module, seed: int) -> nn.Module:
+        """Return the model unchanged."""
+        return model
 
 
 def adapted(
