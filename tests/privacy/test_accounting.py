@@ -180,6 +180,15 @@ def test_300_of_3000_without_replacement():
     assert (spent.method, spent.adjacency) == ("rdp", "replace-one")
 
 
+@pytest.mark.parametrize("noise_multiplier", [0.1, 5.0, 1000.0])
+def test_a_fixed_cohort_of_nearly_everybody_costs_no_more_than_one_of_everybody(noise_multiplier):
+    nearly, everybody = (
+        cost(noise_multiplier=noise_multiplier, cohort=FixedCohort(n, 1000), rounds=100, delta=1e-5)
+        for n in (900, 1000)
+    )
+    assert nearly.rdp_epsilon <= everybody.rdp_epsilon * (1 + 1e-12)
+
+
 def test_a_fixed_cohort_of_everybody_is_full_participation_under_replace_one():
     fixed = epsilon(noise_multiplier=5.0, cohort=FixedCohort(20, 20), rounds=10, delta=1e-5)
     full = FullCohort(adjacency="replace-one")

@@ -18,7 +18,8 @@ from fedsim.registry import register
 from fedsim.settings import Ge
 
 # The bound for sampling without replacement is known at integer orders only, and interpolated
-# between them. Beyond order 64 it takes more time and never gives a smaller epsilon.
+# between them. Beyond order 64 it takes more time, and gives a smaller epsilon only where noise is
+# so large that epsilon is below about 0.2.
 WHOLE_ORDERS = np.arange(2, 65)
 
 
@@ -97,10 +98,10 @@ def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Array:
             )
         )
     # (order - 1) * rdp is convex in the order and 0 at order 1, so that a chord between integer
-    # orders is an upper bound. Above the largest of them nothing is known: infinite.
+    # orders is an upper bound. So is, at every order, the curve of a sample that is known.
     cumulants = np.concatenate([[0.0], (WHOLE_ORDERS - 1) * accountant.rdp])
     chord = np.interp(ORDERS, np.concatenate([[1], WHOLE_ORDERS]), cumulants, right=np.inf)
-    return np.asarray(chord / (ORDERS - 1))
+    return np.asarray(np.minimum(chord / (ORDERS - 1), gaussian_rdp(2 / noise_multiplier)))
 
 
 @register("cohort", "fixed")
