@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
 from fedsim.federation.exchange import Recipients
-from fedsim.privacy.laws import SamplerState, declared_population
+from fedsim.privacy.laws import Participation, SamplerState, declared_population
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
@@ -94,6 +94,9 @@ class Participants:
         self._min_available = min_available
         self.replying, self.reachable = availability.replying, availability.reachable
         self._private = private
+        # Whether the charge counts on a client being sampled in some rounds of the plan only.
+        rounds = plan.rounds or 2
+        self._limits_rounds = plan.sampler.participation(rounds) != Participation(rounds)
         self._has_begun = False
         self._warned = (0, 0)
         self._directory = ClientDirectory(timeout=availability.node_timeout)
@@ -125,6 +128,8 @@ class Participants:
         self._warn(len(available), len(outsiders))
         if self._private:
             self._min_available = min(self._min_available, 1)
+            # A client that comes back as another node must not get the rounds of a second client.
+            self._directory.numbers_new = not self._limits_rounds
         self._has_begun = True
         return available
 

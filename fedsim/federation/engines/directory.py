@@ -111,7 +111,11 @@ class ClientDirectory:
     ----------
     ignored : Counter of str
         Number of nodes at the last look that are no clients, by reason: ``no key``,
-        ``unlisted key``, ``duplicate key``; without a roster ``bad claim``, ``duplicate claim``.
+        ``unlisted key``, ``duplicate key``; without a roster ``bad claim``, ``duplicate claim``,
+        and ``late arrival`` where ``numbers_new`` is False.
+    numbers_new : bool
+        Whether a node that joins now gets a number, if nodes are numbered. It may be a client that
+        had another number before its SuperNode was restarted.
     """
 
     timeout: float = 60.0
@@ -119,6 +123,7 @@ class ClientDirectory:
     asks: bool = False
     population: int = 2**63
     ignored: Counter[str] = field(default_factory=Counter, init=False)
+    numbers_new: bool = field(default=True, init=False)
     _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _number_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _pending: dict[str, int] = field(default_factory=dict, init=False, repr=False)
@@ -144,8 +149,10 @@ class ClientDirectory:
             self._has_asked = True
             self._ask(grid, nodes)
             self._listen(grid, patience)
-        else:
+        elif self.numbers_new:
             self._number(nodes)
+        else:
+            return self._node_of_client((n, self._number_of.get(n, "late arrival")) for n in nodes)
         # If any node claims a client id, numbers of other nodes are not used: they would collide
         # with claimed ids.
         claims = self._client_of or self._number_of

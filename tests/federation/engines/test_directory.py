@@ -10,7 +10,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from toy_clients import ToyTrainer, toy_app
 
-from fedsim.cohorts import FullCohort
+from fedsim.cohorts import CyclicCohort, FullCohort
 from fedsim.engines import ClientDirectory, LocalGrid, StreamingGrid, array_record, client_ids
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import key_digest
@@ -222,3 +222,29 @@ def test_who_claims_an_id_beyond_the_population_is_ignored_and_ends_no_run():
     made.start(streaming, array_record({"w": torch.zeros(2)}), 1)
     assert streaming.ignored == {"bad claim": 2}
     assert made.report.row()["ignored-nodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("cohort", "again"), [(CyclicCohort(2, population=4), False), (FullCohort(4), True)]
+)
+def test_a_restarted_node_gets_no_rounds_of_a_second_client_where_they_are_limited(
+    cohort, again, caplog
+):
+    """It was sampled in both groups of a cycle, and charged for one."""
+    trained: list[int] = []
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        trained.append(context.node_id)
+        return Message(message.content, reply_to=message)
+
+    grid = RandomNodes(app, nodes=[3, 4, 5])
+    strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=1.0, cohort=cohort, seed=3)
+
+    def restart(server_round: int, _) -> None:
+        grid.nodes = [6, 4, 5]
+
+    strategy.start(grid, array_record({"w": torch.zeros(2)}), 4, on_round=restart)
+    assert (6 in trained) == again
+    assert ("1 for late arrival" in caplog.text) != again
