@@ -45,8 +45,9 @@ class Ending(NamedTuple):
             return cls(record["ended"], str(record["why"]))
         except (OSError, ValueError, KeyError, TypeError):
             summary = read_summary(run / "summary.json")
-        if summary.get("ended") == "dropped":  # by a sweep, after the run had paused
-            return cls("dropped", str(summary.get("why", "")))
+        # Runs that a sweep dropped after a pause, or that failed, can be resumed: no file `done`.
+        if (ended := summary.get("ended")) in ("dropped", "failed"):
+            return cls(ended, str(summary.get("why", "")))
         return UNFINISHED
 
 

@@ -317,7 +317,7 @@ def test_spreads_over_clients_are_known_by_their_columns() -> None:
     }
 
 
-def test_a_run_that_failed_leaves_a_page_that_says_why(tmp_path: Path) -> None:
+def test_a_run_that_failed_leaves_pages_that_say_so_and_why(tmp_path: Path) -> None:
     config = RunConfig().replace(
         **{"rounds": 9, "client.lr": 1e30, "partition.clients": 5, "server.max-failed-rounds": 2}
     )
@@ -328,6 +328,9 @@ def test_a_run_that_failed_leaves_a_page_that_says_why(tmp_path: Path) -> None:
     assert "non-finite" in words
     assert "client.lr, server.lr or another learning rate may be too high" in words
     assert "malformed" not in words
+    record = RunRecord.read(tmp_path / "run")
+    assert record.ending.why in words
+    assert "<td>failed</td>" in compare_page([record])
 
 
 def test_a_run_that_was_interrupted_has_a_page_when_it_is_asked_for(tmp_path: Path) -> None:
