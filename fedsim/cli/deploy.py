@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -110,7 +111,8 @@ def init(
     console.print(f"{directory}: a federation of {nodes} nodes around {federation.hosts[0]}.")
     if insecure:
         console.print("It is insecure: anyone can join it, and read and change messages.")
-    console.print(f"`fedsim deploy up {directory}` runs all of it on this machine, to rehearse.")
+    command = f"fedsim deploy up {shlex.quote(str(directory))}"
+    console.print(f"`{command}` runs all of it on this machine, to rehearse.")
 
 
 @deploy.command(cls=Command)

@@ -34,6 +34,11 @@ def test_init_makes_a_federation_for_the_given_hosts(tmp_path):
     assert (made.nodes, made.hosts, made.insecure) == (4, ("link", "10.0.0.1"), False)
 
 
+def test_the_next_command_can_be_copied(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "fedsim deploy up 'my fed'" in invoke("init", "my fed").output
+
+
 def test_init_gives_every_node_its_part_of_a_configs_data(tmp_path):
     (tmp_path / "run.toml").write_text(CONFIG)
     invoke("init", tmp_path / "fed", "--split", tmp_path / "run.toml")
