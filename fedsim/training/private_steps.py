@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,7 +146,7 @@ class StepNoise:
         self._hardened, self._is_correlated = noise.hardened, noise.correlated
         if self._is_correlated and randomness.seed is None:
             randomness = Randomness(0, secrets.token_hex(32))
-        self._address = {"round": round, "client": client}
+        self._address: dict[str, Any] = {"level": "example", "round": round, "client": client}
         self._randomness = randomness
         self._only_source = (
             None if self._is_correlated else NoiseSource(self._generator(0, 0, 0), self._hardened)
@@ -161,10 +162,5 @@ class StepNoise:
     def _generator(self, index: int, age: int, number: int) -> np.random.Generator:
         # Only draws of an earlier step (``age`` steps ago) may use an address a second time.
         randomness = self._randomness.repeated() if age else self._randomness
-        return randomness.generator(
-            Purpose.NOISE,
-            level="example",
-            round=self._address["round"],
-            client=self._address["client"],
-            part=(index - age) * NUMBERS + number,
-        )
+        part = (index - age) * NUMBERS + number
+        return randomness.generator(Purpose.NOISE, part=part, **self._address)
