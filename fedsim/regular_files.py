@@ -117,5 +117,19 @@ def require_all(directory: Path) -> Path:
     return directory
 
 
+def unwritable(directory: Path) -> Path | None:
+    """What stands in the way of files in a directory, which may still have to be created.
+
+    Returns
+    -------
+    path or None
+        The directory or its nearest parent that exists, if that is no writable directory.
+    """
+    places = (directory.absolute(), *directory.absolute().parents)
+    nearest = next(place for place in places if os.path.lexists(place))
+    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    return None if writable else nearest
+
+
 def _irregular(path: str | os.PathLike[str]) -> OSError:
     return OSError(errno.EINVAL, "not a regular file", str(path))

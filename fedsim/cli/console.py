@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.errors import FedsimError
 
@@ -83,8 +84,7 @@ def check_out(path: Path, suffix: str) -> None:
     """
     if path.suffix.lower() != suffix or path.is_dir():
         raise FedsimError(f"--out is {path}; it must be a file that ends in {suffix}.")
-    directory = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+    if (directory := regular_files.unwritable(path.parent)) is not None:
         raise FedsimError(
             f"{path} cannot be created: {directory} is not a writable directory; choose another "
             "place with --out."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from flwr.app import ConfigRecord
 from torch import nn
 
-from fedsim import extras
+from fedsim import extras, regular_files
 from fedsim.clients.base import Dense, Step
 from fedsim.clients.proximal import Proximal, server_numbers
 from fedsim.config import RunConfig
@@ -199,11 +198,7 @@ def _check_clients_budget(resolved: Resolved) -> None:
 
 def _check_state_dir(name: str) -> None:
     """Refuse a ``client.state-dir`` that clients on this machine could not write to."""
-    if not name:
-        return
-    path = Path(name).absolute()
-    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    if name and (nearest := regular_files.unwritable(Path(name))) is not None:
         raise FedsimError(
             f"client.state-dir = '{name}', but {nearest} is not a writable directory; it must be "
             "one, or a place for one."
