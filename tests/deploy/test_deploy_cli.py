@@ -104,7 +104,7 @@ def test_a_certificate_that_cannot_be_renewed_is_left(tmp_path):
 def test_init_with_a_config_that_has_no_data_makes_nothing(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text('[data]\nname = "missing.csv"\n[partition]\nclients = 2\n')
-    with pytest.raises(FedsimError, match="there is no such file"):
+    with pytest.raises(FedsimError, match="there are no such data"):
         invoke("init", tmp_path / "fed", "--split", config)
     assert not (tmp_path / "fed").exists()
 
