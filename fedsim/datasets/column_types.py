@@ -222,6 +222,12 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
             "category: if the column is meant to hold numbers, correct the values that are not.",
             where, name, text, f"{len(values):,}",
         )  # fmt: skip
+    elif not any(math.isnan(number(value.replace(",", "."))) for value in values):
+        _log.warning(
+            "%s has '%s' in column '%s', and each of its values is a category: if they are "
+            "numbers, write them with a point.",
+            where, values[0], name,
+        )  # fmt: skip
     elif len(values) > max(FEW_CATEGORIES, len(is_number) // 2):
         _log.warning(
             "%s has %s different texts in the %s rows of column '%s', and each is a category of "

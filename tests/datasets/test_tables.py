@@ -216,6 +216,17 @@ def test_a_column_of_dates_is_categories_with_a_warning(tmp_path, caplog):
     ]
 
 
+def test_numbers_with_a_comma_are_categories_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    path.write_text('a,y\n"0,5",1\n"1,5",0\n"2,0",1\n' + '"1,5",0\n' * 3)
+    with caplog.at_level(logging.WARNING, "fedsim"):
+        datasets.load(str(path), columns="y=y")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has '0,5' in column 'a', and each of its values is a category: if they are "
+        "numbers, write them with a point."
+    ]
+
+
 def test_spaces_around_a_value_or_a_name_are_no_part_of_it(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text(PEOPLE.replace("high", "high ", 2).replace(",m,", ", m ,", 1))

@@ -220,8 +220,8 @@ class SecureSum(ShareSum):
 
     def _too_few(self, count: int, action: str) -> str:
         return (
-            f"{count} clients {action}, of the secagg.threshold = {self.secure.threshold} that a "
-            "sum must have"
+            f"{count} of the {self.secure.threshold} clients that a sum must have "
+            f"(secagg.threshold) {action}"
         )
 
     # -- the sum ------------------------------------------------------------------------
