@@ -81,8 +81,9 @@ class OwnState:
         self._snapshot()
 
     def _snapshot(self) -> None:
+        memo = dict(self._shared)  # one for all, so that what attributes share stays shared
         self._saved = [
-            (owner_name, self._save(attributes))
+            (owner_name, self._save(attributes, memo))
             for owner_name, owner in self._owners
             for attributes in _attributes(owner)
         ]
@@ -114,11 +115,12 @@ class OwnState:
             if not _same(saved.attributes.get(name, _NOTHING), saved.copies.get(name, _NOTHING))
         ]
 
-    def _save(self, attributes: MutableMapping[str, Any]) -> _SavedAttributes:
-        entries, copies, shared = _own_entries(attributes), {}, dict(self._shared)
+    def _save(self, attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> _SavedAttributes:
+        entries, copies = _own_entries(attributes), {}
         for name, value in entries.items():
+            known = len(memo)
             try:
-                copies[name] = copy.deepcopy(value, shared)
+                copies[name] = copy.deepcopy(value, memo)
             except Exception as error:  # a user's object may raise anything when it is copied
                 if self._strict:
                     raise FedsimError(
@@ -127,6 +129,8 @@ class OwnState:
                         "protected example, begins with the same values: they must be plain "
                         "values, tensors or modules."
                     ) from error
+                for key in [*memo][known:]:  # copies of its parts, which may be incomplete
+                    del memo[key]
         return _SavedAttributes(attributes, frozenset(entries), copies)
 
     def _restore(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -327,3 +328,27 @@ def test_a_tensor_that_a_forward_converts_is_seen() -> None:
         model(torch.zeros(1, 2))
         assert state.changed == ["the model's scale"]
     assert model.scale.dtype == torch.float64
+
+
+def test_what_a_model_and_a_loss_share_stays_shared() -> None:
+    model, loss = Buffer(), Remembering()
+    model.inside.cache = vars(loss)["cache"] = {}
+    state = OwnState(model, loss)
+    for _ in range(2):
+        with state.restored():
+            model.inside.cache["client"] = 1
+            assert vars(loss)["cache"] == {"client": 1}
+        assert vars(loss)["cache"] == {}
+
+
+def test_an_attribute_whose_part_cannot_be_copied_is_left_as_it_is() -> None:
+    class WithLock:
+        def __init__(self) -> None:
+            self.values, self.lock = [1], threading.Lock()
+
+    model = Buffer()
+    model.part = WithLock()
+    model.parts = [model.part]
+    with OwnState(model, CrossEntropy(), strict=False).restored():
+        pass
+    assert model.parts == [model.part]
