@@ -15,6 +15,7 @@ from fedsim.clients.proximal import Proximal, server_numbers
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
+from fedsim.mechanisms import Releaser
 from fedsim.mechanisms.bounded_values import joint_norm
 from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.adversary import large_delta
@@ -71,7 +72,7 @@ def check(resolved: Resolved) -> None:
         if metric:
             Measure.of_column(resolved, key, metric)
     loggers(resolved.config.log.to)
-    _check_clients_budget(resolved)
+    _check_client_noise(resolved)
     if not resolved.config.engine.federation:  # there the key is on the server's machine
         signing_key(resolved.config.noise.ledger_key)
     _try_example(resolved)
@@ -178,15 +179,18 @@ def _noisy_metrics(config: RunConfig) -> str:
     )
 
 
-def _check_clients_budget(resolved: Resolved) -> None:
-    """Refuse an example-level budget that does not allow every client one round."""
-    # The cost depends on a client's size, which is protected in a client-private run: there the
-    # client itself fails.
-    if resolved.config.private:
+def _check_client_noise(resolved: Resolved) -> None:
+    """Refuse noise that suits no client's bound, and a budget too small for a client's round."""
+    # Both depend on clients' sizes, which are protected in a client-private run: there the client
+    # itself fails.
+    config, trainer, sizes = resolved.config, resolved.trainer, resolved.data.sizes
+    if config.private or (privacy := trainer.privacy) is None:
         return
-    budget, privacy = resolved.config.client.noise.max_epsilon, resolved.trainer.privacy
-    worst = most_expensive_client(resolved.config, privacy, resolved.data.sizes, 1)
-    if budget is None or privacy is None or worst is None:
+    plan = privacy.plan(trainer.workload.work, max(sizes, default=0))
+    if plan is not None:
+        Releaser([plan], trainer.packing.layout, exact=False)
+    worst = most_expensive_client(config, privacy, sizes, 1)
+    if (budget := config.client.noise.max_epsilon) is None or worst is None:
         return
     delta = privacy.stopping.planned_delta(privacy.delta)
     if (spent := Accountant([worst]).epsilon(delta)) > budget:

@@ -34,6 +34,9 @@ from fedsim.training.private_steps import PrivateLoop, max_chunk
 from fedsim.training.probe import Probe, gradient_methods
 from fedsim.training.steps import EndState, RoundClients, RoundStart, StepLoop, Stepper
 
+_MANY = 2**31
+"""Examples of a client that is larger than any real one."""
+
 
 @dataclass(frozen=True)
 class LocalResult:
@@ -96,10 +99,9 @@ class LocalRounds:
         if self.privacy is not None:
             self.method = method = Probe(trained).fastest(gradient_methods(trained))
             work, stepper = self.workload.work, self.stepper
-            # Refuses a bound and noise that do not fit each other, with which every client would
-            # fail. A smaller client fails alone: its size may be protected.
-            largest = max(map(stepper.data.size, range(stepper.data.population)), default=0)
-            if (plan := self.privacy.plan(work, largest)) is not None:
+            # Refuses a bound and noise with which every client would fail. No client's size decides
+            # this, since it may be protected: clients with less than a batch fail alone.
+            if (plan := self.privacy.plan(work, work.batch_size or _MANY)) is not None:
                 Releaser([plan], stepper.packing.layout, exact=False)
             self.releases = ExampleReleases(self.privacy, trained, stepper, work, method)
         # Here for all modules: to visit them for each block would take longer than a small step.

@@ -26,6 +26,7 @@ from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import ledger_dir
+from fedsim.runs.preflight import check
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import resolve
 from fedsim.runs.run_ledgers import RunLedgers
@@ -336,6 +337,16 @@ def test_a_clients_budget_that_allows_no_round_is_refused_at_once(tmp_path):
     with pytest.raises(FedsimError, match=r"client\.noise\.max-epsilon = 0\.1.*at least"):
         fedsim.run(config, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_noise_that_fits_no_client_is_refused_where_clients_sizes_are_public():
+    config = own(
+        EXAMPLES, client__batch_size=0, client__mechanism__name="quantile-clipping",
+        client__mechanism__bit_noise=1e-4,
+    )  # fmt: skip
+    with pytest.raises(FedsimError, match=r"bit-noise 0.0001 and \d+ expected rows"):
+        check(resolve(config))
+    check(resolve(own(config, mechanism__name="clipping", noise__multiplier=1.0)))
 
 
 def test_what_makes_a_claim_worthless_is_said_before_the_first_round(tmp_path, caplog):

@@ -189,6 +189,16 @@ def test_a_bound_that_leaves_no_noise_for_steps_is_refused_before_the_first_roun
         trainer_of(FAMILIES[0], privacy=few_rows)
 
 
+def test_no_clients_size_decides_whether_a_bound_and_noise_are_refused():
+    few_rows = ExamplePrivacy(QuantileClipping(bit_noise=0.2), noise_multiplier=1.0)
+    data = ClientData(torch.zeros(3, 2), torch.zeros(3).long(), np.split(np.arange(3), [1]))
+    settings = {"randomness": Randomness(1), "privacy": few_rows}
+    for batch_size in (0, BATCH):  # BATCH rows leave noise for the sum; 1 or 2 do not
+        trainer = Trainer(nn.Linear(2, 2), SGD(1.0), data, batch_size=batch_size, **settings)
+        with pytest.raises(FedsimError, match=r"and [12] expected rows"):
+            next(trainer.train(trainer.initial(), np.arange(2), 1))
+
+
 def test_less_noise_stands_in_an_update_at_equal_cost():
     """Of a pass of 20 steps: the root mean square of the noise in sums of its steps."""
     work = LocalWork(1, 1)
