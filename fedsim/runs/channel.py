@@ -72,7 +72,7 @@ class CallbackServer(Closed):
             return None
 
 
-def _asked(name: str) -> Any:
+def _remote_method(name: str) -> Any:
     """The method of this name, called in the other process."""
     return lambda callback, *arguments: callback.ask(name, *arguments)
 
@@ -91,8 +91,8 @@ class DistantCallback(Callback):
         key, _, address = channel.partition(":")
         self._connection: Connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(key))
 
-    on_start, on_round, on_end = _asked("on_start"), _asked("on_round"), _asked("on_end")
-    state, restore = _asked("state"), _asked("restore")
+    on_start, on_round = _remote_method("on_start"), _remote_method("on_round")
+    on_end, state, restore = map(_remote_method, ("on_end", "state", "restore"))
 
     def ask(self, *question: Any) -> Any:
         """Call a method of the callbacks in the other process, by its name, with its arguments."""

@@ -77,8 +77,8 @@ def loss_on(loss: Loss, device: torch.device) -> Loss:
     if not isinstance(loss, nn.Module):
         return loss
     tensors = (*loss.parameters(), *loss.buffers())
-    is_there = all(tensor.device.type == device.type for tensor in tensors)
-    return loss if is_there else copy.deepcopy(loss).to(device)
+    is_on_device = all(tensor.device.type == device.type for tensor in tensors)
+    return loss if is_on_device else copy.deepcopy(loss).to(device)
 
 
 def check_call(
