@@ -1,4 +1,4 @@
-"""Base of adapters, which leave a model with only a few trained weights, and no adapter."""
+"""Base class of adapters, which map a model to one with few trained weights, and no adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimisers that divide a gradient by the root of its mean square: Adam, RMSProp and a variant."""
+"""Optimisers that divide by the root of the gradients' mean square: Adam, RMSProp, a variant."""
 
 from __future__ import annotations
 

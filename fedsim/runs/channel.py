@@ -95,7 +95,7 @@ class DistantCallback(Callback):
     on_end, state, restore = map(_remote_method, ("on_end", "state", "restore"))
 
     def ask(self, *question: Any) -> Any:
-        """Call a method of the callbacks in the other process, by its name, with its arguments."""
+        """Call a method of the callbacks in the other process: its name, then its arguments."""
         _send(self._connection, *question)
         answer, self.asked_to_end = _receive(self._connection)
         return answer

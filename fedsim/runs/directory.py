@@ -192,9 +192,9 @@ class RunDirectory:
                 replace(path, content)
 
     def _round_lines(self) -> list[int]:
-        """Numbers of lines of the files that grow with every round.
+        """Number of lines of each file that grows with every round.
 
-        Opening a ledger repairs a torn last line, which changes its size, but adds no line.
+        Not sizes: opening a ledger replaces a torn last line by one that may be longer.
         """
         files = (path for path in (self.metrics, self.ledger) if path.is_file())
         return [len(regular_files.read_bytes(path).splitlines()) for path in files]

@@ -195,8 +195,7 @@ class MetricsFile:
             if not (key := self.path.with_name(KEY)).exists():
                 raise FedsimError(
                     f"{key} is missing, by which the rows of {self.path.name} are recognised; "
-                    f"restore it, or remove {self.path.name}, and with it the rows of the rounds "
-                    "so far."
+                    f"restore it, or remove {self.path.name} with the rows of the rounds so far."
                 )
             row_code = self.row_code(self._texts()[: len(rows)])
             if row_code.hexdigest() != code:

@@ -45,7 +45,7 @@ class Ending(NamedTuple):
             return cls(record["ended"], str(record["why"]))
         except (OSError, ValueError, KeyError, TypeError):
             summary = read_summary(run / "summary.json")
-        # Runs that a sweep dropped after a pause, or that failed, can be resumed: no file `done`.
+        # Runs that a sweep dropped after a pause, or that failed, can be resumed: no `done` yet.
         if (ended := summary.get("ended")) in ("dropped", "failed"):
             return cls(ended, str(summary.get("why", "")))
         return UNFINISHED

@@ -268,7 +268,7 @@ class SavedRun:
         # Copies: a forward may write to its inputs, which may be the caller's own array.
         outputs = torch.cat([self.model(part.clone()) for part in torch.split(inputs, _CHUNK)])
         if not self._dataset.num_classes:
-            # No -1: of no examples, torch cannot infer it.
+            # The width is not written as -1, which torch cannot infer if there are no examples.
             numbers: Array = outputs.reshape(len(inputs), prod(outputs.shape[1:])).numpy()
             return numbers[:, 0] if numbers.shape[1] == 1 else numbers
         shape = (len(inputs), *self._dataset.train.y.shape[1:])

@@ -73,7 +73,7 @@ def device_of(device: torch.device | str) -> torch.device:
 
 
 def loss_on(loss: Loss, device: torch.device) -> Loss:
-    """The loss; if it is a module with tensors on another device, a copy of it on this one."""
+    """The loss, or a copy on this device if it is a module with tensors on another one."""
     if not isinstance(loss, nn.Module):
         return loss
     tensors = (*loss.parameters(), *loss.buffers())
