@@ -225,7 +225,7 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
     elif not any(math.isnan(number(value.replace(",", "."))) for value in values):
         _log.warning(
             "%s has '%s' in column '%s', and each of its values is a category: if they are "
-            "numbers, write them with a point.",
+            "numbers, write decimals after a point, and no commas between thousands.",
             where, values[0], name,
         )  # fmt: skip
     elif len(values) > max(FEW_CATEGORIES, len(is_number) // 2):

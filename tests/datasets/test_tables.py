@@ -223,7 +223,7 @@ def test_numbers_with_a_comma_are_categories_with_a_warning(tmp_path, caplog):
         datasets.load(str(path), columns="y=y")
     assert [record.getMessage() for record in caplog.records] == [
         f"{path} has '0,5' in column 'a', and each of its values is a category: if they are "
-        "numbers, write them with a point."
+        "numbers, write decimals after a point, and no commas between thousands."
     ]
 
 
