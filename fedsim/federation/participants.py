@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
+from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.federation.exchange import Recipients
 from fedsim.privacy.laws import Participation, SamplerState, declared_population
 from fedsim.privacy.plan import Bounded, ReleasePlan
@@ -129,7 +130,8 @@ class Participants:
         if self._private:
             self._min_available = min(self._min_available, 1)
             # A client that comes back as another node must not get the rounds of a second client.
-            self._directory.numbers_new = not self._limits_rounds
+            directory = grid.directory if isinstance(grid, StreamingGrid) else self._directory
+            directory.numbers_new = not self._limits_rounds
         self._has_begun = True
         return available
 

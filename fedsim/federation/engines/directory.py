@@ -125,7 +125,7 @@ class ClientDirectory:
     ignored: Counter[str] = field(default_factory=Counter, init=False)
     numbers_new: bool = field(default=True, init=False)
     _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
-    _number_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _number_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _pending: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _has_asked: bool = field(default=False, init=False, repr=False)
 
@@ -149,10 +149,8 @@ class ClientDirectory:
             self._has_asked = True
             self._ask(grid, nodes)
             self._listen(grid, patience)
-        elif self.numbers_new:
-            self._number(nodes)
         else:
-            return self._node_of_client((n, self._number_of.get(n, "late arrival")) for n in nodes)
+            self._number(nodes)
         # If any node claims a client id, numbers of other nodes are not used: they would collide
         # with claimed ids.
         claims = self._client_of or self._number_of
@@ -243,7 +241,8 @@ class ClientDirectory:
 
     def _number(self, nodes: Iterable[int]) -> None:
         for node in nodes:
-            self._number_of.setdefault(node, len(self._number_of))
+            number = len(self._number_of) if self.numbers_new else "late arrival"
+            self._number_of.setdefault(node, number)
 
     def _record_claim(self, node: int, reply: Message) -> bool:
         """Record the client id that a node claims; False if its app does not answer queries."""

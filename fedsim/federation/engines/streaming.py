@@ -49,6 +49,11 @@ class StreamingGrid(OwnGrid):
         Whether the nodes run fedsim's app, which unpacks messages (`packed_messages`).
     max_poll_seconds : float
         Maximum seconds between two polls.
+
+    Attributes
+    ----------
+    directory : ClientDirectory
+        Client ids of the nodes.
     """
 
     @check_arguments
@@ -68,7 +73,7 @@ class StreamingGrid(OwnGrid):
         self._clients = clients
         self._packs = packs
         self._max_poll_seconds = max_poll_seconds
-        self._directory = ClientDirectory(
+        self.directory = ClientDirectory(
             timeout=patience, roster=roster, asks=True, population=clients
         )
         self._waited = False
@@ -99,15 +104,15 @@ class StreamingGrid(OwnGrid):
         if not self._waited:
             self._waited = True
             try:
-                return self._directory.wait(self._grid, self._clients)
+                return self.directory.wait(self._grid, self._clients)
             except FedsimError as error:
                 _log.warning("the run begins with the clients that are connected: %s", error)
-        return self._directory.connected_clients(self._grid)
+        return self.directory.connected_clients(self._grid)
 
     @property
     def ignored(self) -> Counter[str]:
         """Number of nodes at the last look that are no clients, by reason."""
-        return self._directory.ignored
+        return self.directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids; none if the SuperLink restarts meanwhile, twice.

@@ -224,11 +224,12 @@ def test_who_claims_an_id_beyond_the_population_is_ignored_and_ends_no_run():
     assert made.report.row()["ignored-nodes"] == 2
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("cohort", "again"), [(CyclicCohort(2, population=4), False), (FullCohort(4), True)]
 )
 def test_a_restarted_node_gets_no_rounds_of_a_second_client_where_they_are_limited(
-    cohort, again, caplog
+    cohort, again, streams, caplog
 ):
     """It was sampled in both groups of a cycle, and charged for one."""
     trained: list[int] = []
@@ -245,6 +246,7 @@ def test_a_restarted_node_gets_no_rounds_of_a_second_client_where_they_are_limit
     def restart(server_round: int, _) -> None:
         grid.nodes = [6, 4, 5]
 
-    strategy.start(grid, array_record({"w": torch.zeros(2)}), 4, on_round=restart)
+    used = StreamingGrid(grid, clients=3) if streams else grid
+    strategy.start(used, array_record({"w": torch.zeros(2)}), 4, on_round=restart)
     assert (6 in trained) == again
     assert ("1 for late arrival" in caplog.text) != again
