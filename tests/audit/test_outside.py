@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,9 @@ def exiting(federation):
     os._exit(0)
 
 def hanging(federation):
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
     time.sleep(600)
 
 def with_fedsim(federation):
@@ -293,11 +297,13 @@ def test_a_target_that_ends_its_process_or_never_ends_is_an_error(
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text(FILE)
+    started = time.monotonic()
     with (
         pytest.raises(FedsimError, match=words),
         open_target(f"{path}:{name}", seconds=1.2) as target,
     ):
         audit_target(target, claim_of(rounds=3), runs=30)
+    assert time.monotonic() - started < 15  # not until a child of the target has ended too
 
 
 def test_a_target_may_release_what_it_imports_from_fedsim(tmp_path: Path) -> None:

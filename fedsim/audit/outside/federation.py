@@ -190,6 +190,8 @@ def serve(name: str) -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    # Otherwise the audit would wait for answers of a process that has ended but left children.
+    os.register_at_fork(after_in_child=answers.close)
     try:
         target: Callable[..., Any] | None = load(name)
         error = ""
