@@ -99,6 +99,7 @@ def test_a_line_that_names_another_bound_than_the_rounds_own_is_a_fault(
     for change, words in (
         ({"clip_norm": 2.0}, r"round 3 says .* C = 2\.0, not"),
         ({"mechanism": "Clipping(clip_norm=9.0)"}, r"round 3 says Clipping\(clip_norm=9\.0\),"),
+        ({"round": 9}, "round 9 says "),
     ):
         entries = (*run.entries[:2], replace(run.entries[2], **change))
         fault = other_event(replace(run, entries=entries), target.plan)
