@@ -70,7 +70,7 @@ class MetricsEvidence:
 
         If they shared noise, their difference would show sums without noise.
         """
-        released = self._evaluations[0].released
+        released = _evaluation(self.strategies(self.seed)).released
         louder = replace(released, noise_multiplier=1.25 * released.noise_multiplier)
         wider = replace(
             released,
