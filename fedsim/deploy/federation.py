@@ -162,7 +162,7 @@ class Federation:
         return self.operator / f"node-{node}.pub"
 
     def renew(self, days: int = 365) -> None:
-        """Issue a new certificate for the SuperLink, which nodes and operator trust as the old one.
+        """Issue a new certificate for the SuperLink, which nodes and operator trust at once.
 
         Raises
         ------

@@ -364,7 +364,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def is_busy(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a port is in use at this address."""
+    """Whether a port is in use at this address.
+
+    Raises
+    ------
+    FedsimError
+        If this machine has no such address.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -187,10 +187,10 @@ evaluate_metrics_aggr_fn
         self.randomness = keyed(seed, plan, placement, settings)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
-        # A copy, since momentum belongs to one run: the same object may be given to several, and
-        # one with noise must not continue with the momentum of one without. Flower's strategies
-        # remain the caller's, who may read what they remember.
-        if not isinstance(server_optimizer, FlowerOptimizer):
+        elif not isinstance(server_optimizer, FlowerOptimizer):
+            # A copy, since momentum belongs to one run: the same object may be given to several,
+            # and one with noise must not continue with the momentum of one without. A Flower
+            # strategy remains the caller's, who may read its state.
             server_optimizer = copy.deepcopy(server_optimizer)
         self.server_optimizer = server_optimizer
         self.alternation = clients.alternation

@@ -50,7 +50,7 @@ class TradeOff:
         """Least false negative rate at each false positive rate, same shape."""
         rates = np.asarray(false_positives, dtype=np.float64)
         if self.exact_mu is not None:
-            false_negatives = ndtr(-ndtri(rates) - self.exact_mu)  # 1 - rates would round
+            false_negatives = ndtr(-ndtri(rates) - self.exact_mu)  # 1 - rates rounds
             return np.asarray(np.maximum(false_negatives - ROUNDING, 0.0))
         if not len(self.epsilons):
             return np.zeros_like(rates)

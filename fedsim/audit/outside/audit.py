@@ -1,6 +1,7 @@
 """Loads a target by its name, and audits it: attacks, checks of noise and sampling, a verdict.
 
-A target is a callable here, or by name in a process of its own, perhaps with other packages.
+A target is a callable of this process or, if it is named, one that runs in a process of its own,
+perhaps with other packages.
 """
 
 from __future__ import annotations

@@ -125,10 +125,10 @@ class AllocationLaw(Law):
 
 
 def _exceeds_grid(rounds: int, z: float) -> bool:
-    """Whether the grid of log S says less than that a row costs at most a Gaussian.
+    """Whether z is so small or large that the Gaussian of a known round is a better bound.
 
-    With little noise the masses of its largest losses underflow. With much noise its step is above
-    the standard deviation of the loss, ``1 / z``.
+    With little noise the masses of the grid's largest losses underflow. With much noise its step
+    is above the standard deviation of the loss, ``1 / z``.
     """
     return z < LEAST_NOISE or z * math.log(rounds) > 1.5 * MOST_POINTS
 

@@ -98,7 +98,8 @@ def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Array:
             )
         )
     # (order - 1) * rdp is convex in the order and 0 at order 1, so that a chord between integer
-    # orders is an upper bound. So is, at every order, the curve of a sample that is known.
+    # orders is an upper bound. Another one, at every order, is the curve of a known sample: mixing
+    # over samples, which both neighbours draw alike, makes no two distributions more different.
     cumulants = np.concatenate([[0.0], (WHOLE_ORDERS - 1) * accountant.rdp])
     chord = np.interp(ORDERS, np.concatenate([[1], WHOLE_ORDERS]), cumulants, right=np.inf)
     return np.asarray(np.minimum(chord / (ORDERS - 1), gaussian_rdp(2 / noise_multiplier)))
