@@ -182,7 +182,7 @@ evaluate_metrics_aggr_fn
         settings = {
             "algorithm": clients.algorithm, "replying": availability.replying,
             "server-optimizer": server_optimizer, "secure": secure,
-            "alternation": clients.alternation,
+            "alternation": clients.alternation, "reachable": availability.reachable,
         }  # fmt: skip
         self.randomness = keyed(seed, plan, placement, settings)
         if isinstance(server_optimizer, Strategy):

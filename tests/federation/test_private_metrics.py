@@ -26,7 +26,7 @@ from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.entry import History
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.rows.block import Block
-from fedsim.strategies import ClientMetrics, ClientTraining, DPFedAvg, PrivateMetrics
+from fedsim.strategies import Availability, ClientMetrics, ClientTraining, DPFedAvg, PrivateMetrics
 
 CLIENTS = 400
 ACCURACY = [ValueRange("accuracy", 0.0, 1.0)]
@@ -202,11 +202,12 @@ def test_other_settings_of_an_evaluation_have_other_noise() -> None:
     assert all(abs(a - b) > 1e-6 for i, a in enumerate(moves) for b in moves[:i])
     # Two sums that differ in a range or metric would reveal each other under the same noise.
     renamed = [ValueRange("loss", 0.0, 1.0)]
-    releases = [
-        strategy_of(ranges=ranges).evaluation.metrics_sum(1).release()
-        for ranges in (ACCURACY, wider, renamed)
-    ]
-    assert len({release.tobytes() for release in releases}) == 3
+    others = [strategy_of(ranges=ranges) for ranges in (ACCURACY, wider, renamed)]
+    # So would two sums over other clients.
+    absent = Availability(reachable=lambda _, client_ids: client_ids > 0)
+    others.append(strategy_of(availability=absent))
+    releases = [strategy.evaluation.metrics_sum(1).release() for strategy in others]
+    assert len({release.tobytes() for release in releases}) == 4
     # And the rounds' own does not depend on them.
     assert run(strategy_of(), clients, 1)[1] == run(strategy_of(), clients, 1)[1]
 
