@@ -24,7 +24,7 @@ import numpy as np
 
 from fedsim.config import RunConfig
 from fedsim.deploy.bundle import write_app
-from fedsim.deploy.processes import free_ports
+from fedsim.deploy.ports import free_ports
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.services import Node
 from fedsim.runs.callbacks import Callback, RunStatus

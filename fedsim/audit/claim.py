@@ -226,10 +226,9 @@ def other_event(run: Observation, planned: ReleasePlan[Any]) -> str | None:
         number = entry.round or 0
         if entry.event != (expected := planned.charge(number)):
             return f"round {number} says {_words(entry.event)}, not {_words(expected)}"
-        line = f"{entry.mechanism}, C = {entry.clip_norm}"
         # A line may name a round that the run did not make; it then has no clip norm.
         plan = ", C = ".join(map(str, [planned.bound, *run.clip_norms[number - 1 : number]]))
-        if line != plan:
+        if (line := f"{entry.mechanism}, C = {entry.clip_norm}") != plan:
             return f"round {number} says {line}, not {plan}"
     return None
 

@@ -8,7 +8,6 @@ SuperLink or a SuperNode, which have children of their own and need time to end.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -20,13 +19,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from fedsim import regular_files
+from fedsim.deploy.ports import is_busy
 from fedsim.errors import FedsimError
 from fedsim.process import Closed
 
@@ -352,34 +352,6 @@ def program(name: str) -> str:
     if location is None:
         raise FedsimError(f"the program '{name}' is not installed; it comes with flwr.")
     return location
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports that are free now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for opened in sockets:
-            opened.bind(("127.0.0.1", 0))
-        return [opened.getsockname()[1] for opened in sockets]
-
-
-def is_busy(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a port is in use at this address.
-
-    Raises
-    ------
-    FedsimError
-        If this machine has no such address.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise FedsimError(f"this machine has no address {host} (--host).") from None
-            return error.errno == errno.EADDRINUSE
-    return False
 
 
 def wait_for_port(running: StartedProcess, port: int, host: str = "127.0.0.1") -> None:

@@ -13,14 +13,8 @@ import tomli_w
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import (
-    Processes,
-    Service,
-    StartedProcess,
-    free_ports,
-    is_busy,
-    program,
-)
+from fedsim.deploy.ports import free_ports, is_busy
+from fedsim.deploy.processes import Processes, Service, StartedProcess, program
 from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedsim.cli.deploy import deploy
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.policy import Policy
-from fedsim.deploy.processes import free_ports
+from fedsim.deploy.ports import free_ports
 from fedsim.errors import FedsimError
 
 CONFIG = """

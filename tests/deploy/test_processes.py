@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedsim.deploy import processes as module
-from fedsim.deploy.processes import Processes, Service, free_ports, wait_for_port
+from fedsim.deploy.ports import free_ports
+from fedsim.deploy.processes import Processes, Service, wait_for_port
 from fedsim.errors import FedsimError
 
 # A child that has a child of its own, as the SuperLink has its apps.

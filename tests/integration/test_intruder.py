@@ -32,7 +32,8 @@ from fedsim.deploy.certificates import Authority
 from fedsim.deploy.flower_programs import credentials, new_token
 from fedsim.deploy.flower_replacements import speaks_grpc
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import free_ports, wait_for_port
+from fedsim.deploy.ports import free_ports
+from fedsim.deploy.processes import wait_for_port
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.services import Node as NodeParty
 from fedsim.errors import FedsimError

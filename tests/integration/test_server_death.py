@@ -16,7 +16,8 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
-from fedsim.deploy.processes import Processes, StartedProcess, free_ports, wait_for_port
+from fedsim.deploy.ports import free_ports
+from fedsim.deploy.processes import Processes, StartedProcess, wait_for_port
 from fedsim.privacy import Ledger
 from fedsim.runs.directory import RUNS, RunDirectory
 
