@@ -90,7 +90,8 @@ class DPFedAvg(PrivateRounds):
         releases.
     server_optimizer : ServerOptimizer or Flower Strategy, optional
         Applied to the noisy mean; by default the mean is added unchanged. A Flower strategy must be
-        one that refines FedAvg's mean: `FedAdam`, `FedYogi`, `FedAvgM`, ...
+        one that refines FedAvg's mean: `FedAdam`, `FedYogi`, `FedAvgM`, ... It is used as it is,
+        with its momentum: give each run a new one. Of a server optimiser a copy is used.
     placement : "server", "client" or SecureAggregation
         Where noise is drawn: once on the sum, or in the shares of the n sampled clients, each of
         variance ``z^2 C^2 / n`` (with full participation, Das et al.'s own form), while the
