@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedsim.clients.adadp_lr import AdadpLR
+from fedsim.clients.adam import Adam
 from fedsim.clients.base import (
     Combined,
     Gradient,
@@ -12,10 +13,11 @@ from fedsim.clients.base import (
     State,
     Step,
 )
+from fedsim.clients.ditto import Ditto
 from fedsim.clients.fednova import FedNova
-from fedsim.clients.mean_squares import AdadpNoise, Adam, RMSProp
-from fedsim.clients.personal import Ditto, FedRep
+from fedsim.clients.fedrep import FedRep
 from fedsim.clients.proximal import Proximal
+from fedsim.clients.rmsprop import AdadpNoise, RMSProp
 from fedsim.clients.scaffold import Scaffold
 from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     from fedsim.mechanisms.adaclip import AdaClip
     from fedsim.mechanisms.adaptive_noise import AdaptiveNoise
     from fedsim.mechanisms.base import Bound, Mechanism, State
+    from fedsim.mechanisms.clipping import Clipping, NormBound
     from fedsim.mechanisms.compositions import PerLayer, PrivateScalar
     from fedsim.mechanisms.coordinate_clipping import CoordinateClipping
     from fedsim.mechanisms.none import NoPrivacy
+    from fedsim.mechanisms.normalization import Normalization
     from fedsim.mechanisms.partial import PartialSum
     from fedsim.mechanisms.quantile_clipping import QuantileClipping
     from fedsim.mechanisms.releaser import NoiseSource, Release, Releaser
-    from fedsim.mechanisms.scaling import Clipping, Normalization, NormBound, ScalingBound
+    from fedsim.mechanisms.scaling import ScalingBound
 
 __all__ = [
     "AdaClip",
