@@ -102,7 +102,7 @@ def verify(
     FedsimError
         If a ledger cannot be read.
     """
-    ledger = Ledger.read(directory / "ledger.jsonl")
+    ledger = Ledger.read(directory / LEDGER)
     manifest: Manifest | None = None
     rows: list[dict[str, str]] = []
 

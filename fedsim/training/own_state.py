@@ -118,7 +118,7 @@ class OwnState:
     def _save(self, attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> _SavedAttributes:
         entries, copies = _own_entries(attributes), {}
         for name, value in entries.items():
-            known = len(memo)
+            count = len(memo)
             try:
                 copies[name] = copy.deepcopy(value, memo)
             except Exception as error:  # a user's object may raise anything when it is copied
@@ -129,7 +129,7 @@ class OwnState:
                         "protected example, begins with the same values: they must be plain "
                         "values, tensors or modules."
                     ) from error
-                for key in [*memo][known:]:  # copies of its parts, which may be incomplete
+                for key in [*memo][count:]:  # copies of its parts, which may be incomplete
                     del memo[key]
         return _SavedAttributes(attributes, frozenset(entries), copies)
 

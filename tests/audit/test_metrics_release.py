@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -131,8 +131,11 @@ def _keyed_by(*parts: str) -> Callable[[pytest.MonkeyPatch], None]:
         from fedsim.federation import private_metrics
 
         digest = private_metrics.digest_of
-        fewer = lambda settings: digest({part: settings[part] for part in parts})  # noqa: E731
-        monkeypatch.setattr(private_metrics, "digest_of", fewer)
+
+        def digest_of_parts(settings: Mapping[str, object]) -> str:
+            return digest({part: settings[part] for part in parts})
+
+        monkeypatch.setattr(private_metrics, "digest_of", digest_of_parts)
 
     return plant
 

@@ -172,10 +172,10 @@ def test_of_a_file_of_another_kind_it_is_not_said_that_it_is_missing(tmp_path):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_both_parts_of_a_table_have_rows(split):
-    part = {"train": {"a": [1.0, 2.0], "y": [0, 1]}, "test": {"a": [1.0, 2.0], "y": [0, 1]}}
-    part[split] = {"a": [], "y": []}
+    tables = {"train": {"a": [1.0, 2.0], "y": [0, 1]}, "test": {"a": [1.0, 2.0], "y": [0, 1]}}
+    tables[split] = {"a": [], "y": []}
     with pytest.raises(FedsimError, match=f"table has no {split}.* examples; it must have some"):
-        datasets.from_table(**part, columns="y=y")
+        datasets.from_table(**tables, columns="y=y")
 
 
 def test_an_empty_line_is_no_row(people, tmp_path):

@@ -34,16 +34,19 @@ def test_nodes_that_a_killed_process_did_not_register_are_registered_by_the_next
     ("written", "used"),
     [("superlink.example.org:9092", "127.0.0.1:9092"), ("127.0.0.1:7777", "127.0.0.1:7777")],
 )
-def test_nodes_of_a_rehearsal_reach_the_superlink_of_this_machine(tmp_path, written, used):
+def test_nodes_of_a_rehearsal_reach_the_superlink_of_this_machine(
+    tmp_path, monkeypatch, written, used
+):
     """They waited for the machine of that name."""
     rehearsal = object.__new__(Rehearsal)
     rehearsal.federation = Federation.create(
         tmp_path / "fed", hosts=["superlink.example.org"], nodes=1
     )
     rehearsal._homes = tmp_path
-    rehearsal.keep_up = MagicMock()  # type: ignore[method-assign]
+    keep_up = MagicMock()
+    monkeypatch.setattr(rehearsal, "keep_up", keep_up)
     directory = rehearsal.federation.node(0)
     replace(Node.load(directory), superlink=written).save()
     rehearsal.start_node(0)
-    command = rehearsal.keep_up.call_args_list[0].args[0].command
+    command = keep_up.call_args_list[0].args[0].command
     assert command[command.index("--superlink") + 1] == used

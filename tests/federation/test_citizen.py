@@ -126,7 +126,7 @@ def test_replies_to_an_evaluation_of_a_subclass_are_not_left_out_silently(caplog
             content = RecordDict({"arrays": arrays})
             return [Message(content, node, "evaluate") for node in grid.get_node_ids()]
 
-    asked = Everybody(mechanism=NoPrivacy("uniform"), cohort=FullCohort(2))
+    everybody = Everybody(mechanism=NoPrivacy("uniform"), cohort=FullCohort(2))
     with caplog.at_level(logging.WARNING, logger="fedsim"):
-        asked.start(LocalGrid(ClientApp(), num_nodes=2), INITIAL, 1)
+        everybody.start(LocalGrid(ClientApp(), num_nodes=2), INITIAL, 1)
     assert "replies to an evaluation that this strategy did not configure" in caplog.text

@@ -80,8 +80,9 @@ class AllocationLaw(Law):
 
         It is the cost to an adversary who knows the round, and therefore always an upper bound.
         """
-        known = self.rounds_per_part == 1 or _exceeds_grid(self.rounds_per_part, noise_multiplier)
-        return 1 / noise_multiplier if known else None
+        rounds = self.rounds_per_part
+        is_gaussian = rounds == 1 or _exceeds_grid(rounds, noise_multiplier)
+        return 1 / noise_multiplier if is_gaussian else None
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs of one part, both directions: upper bounds within about 1 %."""
