@@ -148,7 +148,7 @@ class ClientNoiseSection(Choice, table="client.noise"):
     name: str = "independent"
     """The kind of noise that is added to each sum of gradients: 'independent', or 'lambda-cgd',
     'bisr' or 'tree', which are correlated over the steps of a client's round and need shuffled
-    passes."""
+    passes, or module:Name of your own."""
     multiplier: Multiplier = None
     """Noise multiplier: standard deviation of the noise on a sum of gradients, divided by the clip
     norm C."""

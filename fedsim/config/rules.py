@@ -115,24 +115,6 @@ def _examples(c: RunConfig) -> Refusals:
             "client.mechanism.name",
             "set, to 'clipping' for one, while client.noise says how much noise there is",
         )
-    if noise.name not in ("independent", "lambda-cgd", "bisr", "tree"):
-        yield (
-            "client.noise.name",
-            "'independent', 'lambda-cgd', 'bisr' or 'tree': clients cannot store the vectors that "
-            "other noise needs from step to step",
-        )
-    if noise.name != "independent" and c.private:
-        yield (
-            "client.noise.name",
-            f"'independent' while mechanism.name = '{c.mechanism.name}' protects whole clients: "
-            "the coefficients of other noise follow from how many examples clients have",
-        )
-    if noise.name != "independent" and noise.sampling != "shuffle":
-        yield (
-            "client.noise.sampling",
-            f"'shuffle' while client.noise.name = '{noise.name}', whose sensitivity depends on "
-            "which batches an example is in",
-        )
     if bound != "none" and (noise.multiplier is None) == (noise.target_epsilon is None):
         yield (
             "client.noise.multiplier",

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
+from fedsim import registry
+from fedsim.arguments import one_of
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
@@ -159,10 +161,11 @@ class ReleasePlan(Generic[BoundT]):
         """
         if self.level == "example":
             if not getattr(self.noise, "local", False):
+                kinds = {name: registry.find("noise", name, "") for name in registry.names("noise")}
+                local = (name for name, kind in kinds.items() if getattr(kind, "local", False))
                 raise FedsimError(
                     f"client.noise.name is '{_name_of(self.noise)}', which stores vectors of many "
-                    "steps for every client; it must be 'independent', 'lambda-cgd', 'bisr' or "
-                    "'tree'."
+                    f"steps for every client; it must be {one_of(('independent', *local))}."
                 )
             return _fitted(self.noise, self.sampler.participation(self.releases))
         if self.rounds is None:

@@ -296,7 +296,8 @@ def example_privacy(
     Raises
     ------
     FedsimError
-        If a client has fewer examples than a batch, and client-level privacy is off.
+        If a client has fewer examples than a batch, and client-level privacy is off; if noise is
+        correlated over steps, and client-level privacy is on.
     """
     client = config.client
     if client.mechanism.name == "none":
@@ -309,11 +310,18 @@ def example_privacy(
             f"client.batch-size = {client.batch_size}; with example-level privacy it must be at "
             f"most {smallest}, the smallest client's number of examples."
         )
+    noise = made_noise(client.noise)
+    if noise.correlated and config.private:
+        raise FedsimError(
+            f"client.noise.name = '{client.noise.name}'; it must be 'independent' while "
+            f"mechanism.name = '{config.mechanism.name}' protects whole clients: the coefficients "
+            "of other noise follow from how many examples clients have."
+        )
     end = stopping(config.to_run_config())
     work = local_work(config)
     unnoised = ExamplePrivacy(
         mechanism=mechanism(client.mechanism),
-        noise=made_noise(client.noise),
+        noise=noise,
         sampling=client.noise.sampling,
         chunk=client.noise.chunk,
         delta=client.noise.delta,

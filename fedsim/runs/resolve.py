@@ -189,14 +189,16 @@ def _multipliers(
     privacy: ExamplePrivacy | None,
 ) -> dict[str, str | float]:
     resolved_keys: dict[str, str | float] = {}
-    if plan is not None and isinstance(plan.noise, Correlated):
-        resolved_keys |= {"noise.coefficients": plan.noise.coefficients}
+    # A user's noise has options instead of keys (`own`); its coefficients are found each time.
+    if plan is not None and isinstance(plan.noise, Correlated) and config.noise.own:
+        resolved_keys["noise.coefficients"] = plan.noise.coefficients
     if plan is not None and config.noise.target_epsilon is not None:
         resolved_keys |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
         if (evaluation := evaluation_event(config)) is not None:
             resolved_keys["evaluate.multiplier"] = evaluation.noise_multiplier
-    if privacy is not None and isinstance(privacy.step_noise, Correlated):
-        resolved_keys["client.noise.coefficients"] = privacy.step_noise.coefficients
+    step_noise = None if privacy is None else privacy.step_noise
+    if isinstance(step_noise, Correlated) and config.client.noise.own:
+        resolved_keys["client.noise.coefficients"] = step_noise.coefficients
     if privacy is not None and config.client.noise.target_epsilon is not None:
         z = privacy.step_noise.multiplier
         resolved_keys |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}

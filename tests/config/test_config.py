@@ -92,15 +92,6 @@ BAD = {
         "client.adapt-rounds = 4; it must be 0 while client.state = 'reset'"
     ),
     ("client.noise.multiplier=1.0",): "client.mechanism.name = 'none'; it must be set",
-    ("client.noise.name=mine:Noise",): "client.noise.name = 'mine:Noise'; it must be 'independent'",
-    (
-        *PRIVATE,
-        "client.mechanism.name=clipping",
-        "client.noise.multiplier=1.0",
-        "client.noise.name=tree",
-        "client.noise.sampling=shuffle",
-    ): "'independent' while mechanism",
-    ("client.noise.name=tree",): "client.noise.sampling = 'poisson'; it must be 'shuffle' while",
     ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",
     ("client.tol=1.0",): "client.tol = 1.0 has no effect with client.name = 'sgd'",
     (*PRIVATE, "client.state=server"): "client.state = 'server'; it must be 'reset' or 'client'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from fedsim.privacy import Law
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.privacy.losses import SampledGaussian
 from fedsim.privacy.noise import Noise
+from fedsim.privacy.noise.bisr import BISR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +104,10 @@ class Loud(Noise):
         return Louder(
             inner=law, factor=self.factor, population=law.population, adjacency=law.adjacency
         )
+
+
+@dataclass(frozen=True)
+class Cancelling(BISR):
+    """Noise that is correlated, with coefficients to find, under a name of its own."""
+
+    name: ClassVar[str] = "cancelling"

@@ -129,3 +129,55 @@ def test_an_audit_finds_no_violation_and_counts_what_is_declared(
         "--out", config.parent / "audit.png",
     )  # fmt: skip
     assert "No violation" in " ".join(said.split())
+
+
+def test_correlated_noise_of_an_outside_file_costs_what_fedsims_own_of_its_kind_does(
+    tmp_path: Path,
+) -> None:
+    def epsilon_of(name: str, *options: str) -> float:
+        out = tmp_path / name.rpartition(":")[2]
+        settings = (
+            "rounds=4", "partition.clients=20", "mechanism.name=clipping", f"noise.name={name}",
+            "noise.multiplier=4.0", *options,
+        )  # fmt: skip
+        (tmp_path / "empty.toml").write_text("")
+        fedsim(
+            "run",
+            tmp_path / "empty.toml",
+            "--out",
+            out,
+            *(w for s in settings for w in ("--set", s)),
+        )
+        return json.loads(fedsim("privacy", out, "--json"))[0]["epsilon"]
+
+    assert epsilon_of("outside_laws:Cancelling", "noise.options.draws=2") == epsilon_of(
+        "bisr", "noise.draws=2"
+    )
+
+
+def test_clients_add_noise_of_an_outside_file_to_sums_of_gradients(tmp_path: Path) -> None:
+    config = tmp_path / "examples.toml"
+    config.write_text(
+        """
+rounds = 1
+[partition]
+clients = 20
+[client]
+batch-size = 20
+[client.mechanism]
+name = "clipping"
+[client.noise]
+name = "outside_laws:Loud"
+options = "factor=1.5"
+multiplier = 0.8
+"""
+    )
+    fedsim("run", config, "--out", tmp_path / "run")
+    own = ("--set", "client.noise.name=independent", "--set", "client.noise.options=")
+    fedsim("run", config, "--out", tmp_path / "own", *own, "--set", "client.noise.multiplier=1.2")
+    outside, inside = (
+        json.loads(fedsim("privacy", tmp_path / name, "--json"))[0] for name in ("run", "own")
+    )
+    assert (outside["declared"], inside["declared"]) == (True, False)
+    assert outside["epsilon"] == pytest.approx(inside["epsilon"], rel=1e-3)
+    assert "FAILS" not in fedsim("privacy", tmp_path / "run", "--verify")

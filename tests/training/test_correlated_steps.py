@@ -11,6 +11,7 @@ from torch import nn
 
 from fedsim.audit.local_training import ExampleEvidence, TrainerTarget, passes
 from fedsim.clients import SGD
+from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, QuantileClipping
 from fedsim.privacy import Accountant, Event
@@ -24,6 +25,7 @@ from fedsim.privacy.noise.blt import BLT
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
 from fedsim.privacy.noise.tree import Tree
 from fedsim.randomness import Purpose, Randomness
+from fedsim.runs.resolve import calibrated
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 FAMILIES = [LambdaCGD(2.0, hardened=False), BISR(2.0, hardened=False), Tree(2.0, hardened=False)]
@@ -171,8 +173,19 @@ def test_the_audit_sees_a_round_whose_passes_go_in_other_orders(monkeypatch):
 @pytest.mark.parametrize("noise", [Banded(1.0), BLT(1.0)], ids=repr)
 def test_noise_that_keeps_vectors_of_many_steps_is_refused(noise):
     privacy = ExamplePrivacy(Clipping(1.0), noise=noise, sampling="shuffle")
-    with pytest.raises(FedsimError, match=r"client\.noise\.name is '.*', which stores vectors of"):
+    others = "'independent', 'bisr', 'lambda-cgd' or 'tree'"
+    with pytest.raises(FedsimError, match=rf"client\.noise\.name is '.*', which stores .*{others}"):
         privacy.plan(WORK, SIZE)
+
+
+def test_noise_whose_coefficients_follow_from_sizes_is_refused_where_clients_are_protected():
+    settings = (
+        "mechanism.name=clipping", "noise.multiplier=1.0", "client.mechanism.name=clipping",
+        "client.noise.multiplier=1.0", "client.noise.name=tree", "client.noise.sampling=shuffle",
+    )  # fmt: skip
+    calibrated(RunConfig.of(settings[2:]))
+    with pytest.raises(FedsimError, match="must be 'independent' while mechanism"):
+        calibrated(RunConfig.of(settings))
 
 
 def test_poisson_batches_and_bounds_that_adapt_are_refused():
