@@ -77,6 +77,11 @@ def test_a_run_costs_what_the_laws_say_and_says_whose_word_that_is(config: Path,
     assert "as the user declares" in " ".join(fedsim("privacy", run).split())
 
 
+def test_fedsims_noises_are_compared_at_the_epsilon_of_an_outside_one(config: Path) -> None:
+    table = fedsim("privacy", config, "--noises")
+    assert re.search(r"independent .* 1\.2 ", table)  # 1.5 times 0.8
+
+
 def test_the_page_says_how_clients_were_drawn_and_that_epsilon_is_declared(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "couples, rate 0.25, 1.5 times the noise; about 10 of 40" in page
