@@ -159,12 +159,17 @@ def _column(key: str, array: Array, count: int, where: str) -> Array:
     return np.asarray(array)
 
 
+def torch_dtype(array: Array) -> np.dtype[Any]:
+    """The dtype nearest to an array's that torch supports, in this machine's byte order."""
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind == "u" and size > 1:
+        return np.dtype(np.int64)
+    return np.dtype(f"f{min(size, 8)}") if kind == "f" else array.dtype.newbyteorder("=")
+
+
 def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
     """The array in a dtype and byte order that torch supports; copied only if it must change."""
-    kind, size = array.dtype.kind, array.dtype.itemsize
-    wanted = np.dtype(f"f{min(size, 8)}" if kind == "f" else array.dtype.newbyteorder("="))
-    if kind == "u" and size > 1:
-        wanted = np.dtype(np.int64)
+    kind, wanted = array.dtype.kind, torch_dtype(array)
     if array.dtype == wanted:
         return array
     if isinstance(array, np.memmap):

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.datasets.checks import torch_dtype
 from fedsim.errors import FedsimError
 
 
@@ -61,7 +62,7 @@ def numbers_of(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
     """
     if array.dtype.kind not in "biuf":
         raise FedsimError(f"examples are of dtype {array.dtype}; they must be real numbers.")
-    numbers = torch.from_numpy(np.ascontiguousarray(array))
+    numbers = torch.from_numpy(np.ascontiguousarray(array, torch_dtype(array)))
     numbers = numbers.to(dtype) if dtype.is_floating_point else numbers
     if not numbers.isfinite().all():
         raise FedsimError(

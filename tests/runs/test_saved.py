@@ -269,6 +269,13 @@ def test_data_from_python_are_given_again_to_be_evaluated(tmp_path: Path) -> Non
         fedsim.load(tmp_path / "part").evaluate()
 
 
+def test_examples_may_have_dtypes_that_torch_lacks(private_run: Path) -> None:
+    saved = fedsim.load(private_run)
+    x = np.arange(3 * 64).reshape(3, 64) % 17
+    for dtype in (">f4", ">i8", np.longdouble, np.uint16):
+        assert (saved.predict(x.astype(dtype)) == saved.predict(x)).all()
+
+
 def test_whole_numbers_are_numbers_and_a_tables_names_are_not_ignored(private_run: Path) -> None:
     saved = fedsim.load(private_run)
     x = np.arange(3 * 64).reshape(3, 64) % 17
