@@ -70,6 +70,7 @@ _TYPES: Mapping[Any, Expected] = {
         lambda value: (
             hasattr(value, "__len__")
             and hasattr(value, "__getitem__")
+            and getattr(value, "ndim", 1) != 0
             and not isinstance(value, (*_TEXT, abc.Mapping, abc.Set))
         ),
     ),

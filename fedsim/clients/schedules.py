@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from fedsim.arguments import check_arguments
 from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
 from fedsim.settings import Doc, Text, check_settings
@@ -77,6 +78,7 @@ class Schedule:
         return f"{self.shape}({', '.join(changed)})" if changed else self.shape
 
     @classmethod
+    @check_arguments
     def parse(cls, text: str) -> Schedule:
         """Read a schedule from a config: ``"inverse(decay=0.1, over=step)"``, or empty.
 

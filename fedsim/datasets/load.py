@@ -211,9 +211,9 @@ def from_table(
 
 def _table(frame: Any) -> dict[str, Sequence[Any]]:
     try:
-        names = [str(name) for name in frame]
-        table = {str(name): _column(frame[name]) for name in frame}
-    except (TypeError, KeyError, IndexError, ValueError):
+        keys = frame.keys()  # an array has none, and iterating over it gives rows
+        names, table = [*map(str, keys)], {str(key): _column(frame[key]) for key in keys}
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError, RuntimeError):
         raise FedsimError(
             f"a table is of type {type(frame).__name__}; it must be a data frame, or a mapping of "
             "names to columns."
@@ -318,7 +318,7 @@ def array_of(name: str, value: Any) -> npt.NDArray[Any]:
         if is_texts and any(isinstance(item, float) and math.isnan(item) for item in value):
             raise ValueError("it has a NaN among texts")
         return array
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's, of a tensor without data
         raise FedsimError(
             f"{name} cannot be made an array ({str(error).splitlines()[0]}); give an array, or "
             "lists of equal lengths."

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedsim import registry
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.keywords import accepted, arguments_of, complete_arguments
 from fedsim.models.parameters import refuse_other_than_numbers
@@ -19,6 +20,7 @@ OFFERED = ("input_shape", "num_classes", "vocabulary")
 """Sizes of the data that are passed to a model, where its constructor takes them."""
 
 
+@check_arguments
 def build(
     name: str,
     input_shape: Sequence[int],

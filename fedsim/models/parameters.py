@@ -18,6 +18,7 @@ from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 
 
+@check_arguments
 def matching(key: str, patterns: str, names: Sequence[str]) -> list[str]:
     """Names that match one of the comma-separated shell patterns, in their order.
 

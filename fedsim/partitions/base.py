@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -267,6 +268,7 @@ def by_class(labels: Indices) -> list[Indices]:
     return np.split(order, np.cumsum(np.bincount(labels))[:-1])
 
 
+@check_arguments
 def hold_out(
     amount: float, examples: int, owners: npt.NDArray[Any] | None = None, *, seed: int
 ) -> tuple[Indices, Indices]:
@@ -297,9 +299,16 @@ def hold_out(
     """
     generator = Randomness(seed).generator(Purpose.PARTITION, level="run", part=HOLD_OUT)
     order = generator.permutation(examples)
-    count = int(amount * examples + 1e-9) if amount < 1 else int(amount)
+    # NaN, a negative number and infinity hold out none, which is refused below.
+    number = amount * examples + 1e-9 if amount < 1 else amount
+    count = int(number) if 0 < number < math.inf else 0
     if owners is None:
         free = order[:-1]
+    elif np.shape(owners) != (examples,):
+        raise FedsimError(
+            f"owners has the shape {np.shape(owners)}; it must be one for each of {examples} "
+            "examples."
+        )
     else:
         # `unique` returns the first position of each owner; reversed, that is its last one drawn.
         last_drawn = np.unique(owners[order[::-1]], return_index=True)[1]

@@ -64,13 +64,15 @@ class Workload:
         """
         if counts is None:
             return cls(work, data)
-        if len(counts) != data.population or min(counts, default=0) < 1:
+        numbers = np.asarray(counts)
+        is_whole = numbers.shape == (data.population,) and numbers.dtype.kind in "iu"
+        if not is_whole or int(numbers.min()) < 1:
+            least = f", the least of them {numbers.min()}" if numbers.size else ""
             raise FedsimError(
-                f"client.work has {len(counts)} numbers, the least of them "
-                f"{min(counts, default=0)}; it must have one, at least 1, for each of the "
-                f"{data.population} clients."
+                f"client.work has {numbers.dtype} numbers of shape {numbers.shape}{least}; it must "
+                f"have one whole number, at least 1, for each of the {data.population} clients."
             )
-        return cls(work, data, np.asarray(counts, dtype=np.int64))
+        return cls(work, data, numbers.astype(np.int64))
 
     def steps(self, client_ids: Ints) -> Floats:
         """Gradient evaluations of each client in a round, ``[n]``."""

@@ -164,7 +164,11 @@ class ClientData:
 def _require_positions(parts: Sequence[object], first: int) -> None:
     """Refuse ``parts`` of clients ``first``, ``first + 1``, ... that are not integer arrays."""
     for client, part in enumerate(parts, first):
-        if not isinstance(part, np.ndarray) or (len(part) and part.dtype.kind not in "iu"):
+        if not (
+            isinstance(part, np.ndarray)
+            and part.ndim == 1
+            and (part.dtype.kind in "iu" or not len(part))
+        ):
             raise FedsimError(
                 f"indices has {shown(part)} for client {client}; it must be an array of whole "
                 "numbers, the positions of the client's examples."
