@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fedsim.arguments import check_arguments
 from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
-from fedsim.settings import Doc, Text, check_settings
+from fedsim.settings import LARGEST_FLOAT, Doc, Text, check_settings
 
 Shape = Literal["constant", "inverse", "exponential", "cosine", "staircase", "warm-up"]
 Over = Literal["round", "step"]
@@ -55,19 +55,30 @@ class Schedule:
             )
 
     def __call__(self, at: Step) -> float:
-        """The factor at this step."""
+        """The factor at this step.
+
+        Raises
+        ------
+        FedsimError
+            If it is too large: a ``decay`` above 1 grows without a limit.
+        """
         t = at.index if self.over == "step" else max(at.round - 1, 0)
         if self.shape == "inverse":
             return 1.0 / (1.0 + self.decay * t)
-        if self.shape == "exponential":
-            return float(self.decay**t)
         if self.shape == "cosine":
             return (1.0 + math.cos(math.pi * min(t, self.length) / self.length)) / 2.0
         if self.shape == "warm-up":
             return min((t + 1) / self.length, 1.0)
-        if self.shape == "staircase":
-            return float(self.decay ** (t // self.length))
-        return 1.0
+        if self.shape == "constant":
+            return 1.0
+        times = t // self.length if self.shape == "staircase" else t
+        # Compared by logarithms, since a power above all floats is an OverflowError.
+        if self.decay > 1 and times * math.log(self.decay) > math.log(LARGEST_FLOAT):
+            raise FedsimError(
+                f"schedule '{self}' is above {LARGEST_FLOAT:g} at {self.over} {t + 1}; its decay "
+                "must be lower."
+            )
+        return float(self.decay**times)
 
     def __str__(self) -> str:
         """Text that `parse` reads."""

@@ -161,6 +161,15 @@ def test_a_schedule_multiplies_the_rate_by_round_and_by_step():
     assert theta.item() == pytest.approx(0.9 * 0.95)
 
 
+@pytest.mark.parametrize(("shape", "power"), [("exponential", 1), ("staircase", 5)])
+def test_a_schedule_that_outgrows_any_rate_is_refused(shape, power):
+    schedule = Schedule(shape, decay=2.0, length=power)
+    assert schedule(Step(1 + 99 * power, 0)) == 2.0**99
+    for turn in (100 * power, 10**6 * power):
+        with pytest.raises(FedsimError, match=f"above 1e.30 at round {turn + 1}; its decay"):
+            schedule(Step(turn + 1, 0))
+
+
 def test_a_schedule_is_read_as_a_config_writes_it():
     assert Schedule.parse("") == Schedule()
     assert Schedule.parse("inverse(decay=0.1, over=step)") == Schedule("inverse", 0.1, 1, "step")
