@@ -245,17 +245,19 @@ def _run(
 def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Measure) -> Table:
     """One row per setting, the best one in bold; means if there are several seeds."""
     from fedsim.reports.sweep import best_of
+    from fedsim.runs.metrics import LAST_EVALUATIONS, recent_mean
 
     best, name = best_of(settings, measure), measure.name
     single = all(len(setting.records) == 1 for setting in settings)
     # Marks that all rows share go into the heading, so that rows fit into 80 columns.
     marks = {setting.marks for setting in settings}
     shared = marks.pop() if len(marks) == 1 else ""
+    notes = [] if single else ["mean and standard deviation of the seeds that ended"]
+    rows = [record.rows for setting in settings for record in setting.ended.records]
+    if any(recent_mean(r, f"test-{name}", least=LAST_EVALUATIONS) is None for r in rows):
+        notes.append("last five: of all evaluations, where there are fewer")
     table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=None if single else "mean and standard deviation of the seeds that ended",
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="\n".join(notes)
     )
     points = [run.point for run in grid] if single else [setting.point for setting in settings]
     last = "outcome" if single else "seeds"

@@ -248,7 +248,7 @@ def draw(
     if not numeric:
         axes.set_xticks(x, [str(value) for value in values])
     axes.set_xlabel(axis)
-    axes.set_ylabel(f"{display_name(column)}, mean of the last five evaluations")
+    axes.set_ylabel(f"{display_name(column)}, mean of the last evaluations (at most five)")
     axes.set_title(_about(settings, [spread for _, _, spread in shown]), fontsize=9, loc="left")
     if any(curves):
         axes.legend(fontsize=8, frameon=False)

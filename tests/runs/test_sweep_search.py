@@ -317,6 +317,18 @@ def test_the_untrained_model_is_not_among_the_last_five_evaluations(tmp_path: Pa
     assert "last five" not in run_page(RunRecord.read(directory))
 
 
+@pytest.mark.parametrize("rounds", [4, 5])
+def test_a_sweep_says_where_its_last_five_are_fewer(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(TOML.replace("rounds = 4", f"rounds = {rounds}"))
+    with pytest.raises(SystemExit):
+        main(["sweep", "c.toml", "--over", "client.lr=0.1,0.2", "--out", "out"])
+    note = "last five: of all evaluations, where there are fewer"
+    assert (note in " ".join(capsys.readouterr().out.split())) is (rounds < 5)
+
+
 def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() -> None:
     good, lucky = record(0.1, 1, 0.5, 0.9), record(0.2, 1, 0.99, 0.2)
     best = best_of(groups(lucky, good), MEASURE)
