@@ -81,6 +81,9 @@ class RoundRows:
         self.columns = columns_of(resolved, strategy)
         self._resolved, self._strategy = resolved, strategy
         self._stopping = stopping(resolved.config.to_run_config())
+        simulated = entropy(resolved.config) == "config"
+        declared = strategy.plan.declared_by_user
+        self._marks = {"simulated": int(simulated), "declared": int(declared)}
 
     def initial(self, metrics: MetricRecord) -> Row:
         """Row of the initial model, round 0."""
@@ -119,10 +122,7 @@ class RoundRows:
             row["example-epsilon"] = resolved.client_ledgers.epsilon(
                 server_round, resolved.release, replace(end, run=strategy.ledger.run)
             )
-        if row:
-            row["simulated"] = int(entropy(resolved.config) == "config")
-            row["declared"] = int(strategy.plan.declared_by_user)
-        return row
+        return row | self._marks if row else row
 
     def _planned(self, row: Row) -> Row:
         # Values that clients report under names without a column are dropped.
