@@ -22,6 +22,7 @@ from fedsim.config import RunConfig
 from fedsim.config.sections import WORK_RANGE, DevicesSection
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
+from fedsim.training import Trainer
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -58,48 +59,42 @@ class Devices:
     ----------
     seed : int
     settings : DevicesSection
+    examples : callable
+        Numbers of examples ``[m]`` that clients ``[m]`` process in a round.
+    down, up : int
+        Bytes that a client receives and sends in a round.
     trace : bool ``[T, population]``, optional
         Availability, instead of a probability: row (r - 1) mod T is for round r.
     """
 
     seed: int
     settings: DevicesSection
+    examples: Callable[[Ints], Floats]
+    down: int
+    up: int
     trace: Bools | None = None
     load: RoundLoad | None = field(default=None, init=False)
     """Load of the round of the last call of `replying`."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """Make the devices that a config describes."""
+    def of(cls, config: RunConfig, trainer: Trainer) -> Self:
+        """Make the devices that a config describes, on which a trainer's clients train."""
         settings, clients = config.devices, config.partition.clients
+        size, values = trainer.layout.dtype.itemsize, trainer.row_layout.d
+        down, up = trainer.received_layout.d * size, values * size
+        if trainer.compression is not None:
+            up = trainer.compression.bytes(values, size)
         trace = _read_trace(Path(settings.trace), clients) if settings.trace else None
-        return cls(config.seed, settings, trace)
+        return cls(config.seed, settings, trainer.workload.examples, down, up, trace)
 
-    def replying(
-        self,
-        round: int,
-        client_ids: Ints,
-        examples: Callable[[Ints], Floats],
-        down: int,
-        up: int,
-    ) -> Bools:
-        """Whether each of these clients takes part in the round, ``bool [n]``; sets `load`.
-
-        Parameters
-        ----------
-        round : int
-        client_ids : int64 ``[n]``
-        examples : callable
-            Numbers of examples ``[m]`` that clients ``[m]`` process in a round.
-        down, up : int
-            Bytes that a client receives and sends.
-        """
+    def replying(self, round: int, client_ids: Ints) -> Bools:
+        """Whether each of these clients takes part in the round, ``bool [n]``; sets `load`."""
         available = self._available(round, client_ids)
         replies = available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
         seconds = np.zeros(len(client_ids))
         if self.clocked and replies.any():
             ids = client_ids[replies]
-            seconds[replies] = self.seconds(ids, examples(ids), down + up)
+            seconds[replies] = self.seconds(ids)
         sent, longest = int(replies.sum()), float(seconds.max(initial=0.0))
         if deadline := self.settings.deadline:
             late = seconds > deadline
@@ -107,7 +102,7 @@ class Devices:
             if late.any() or (available & ~replies).any():
                 longest = deadline
             replies &= ~late
-        self.load = RoundLoad(down * int(available.sum()), up * sent, longest)
+        self.load = RoundLoad(self.down * int(available.sum()), self.up * sent, longest)
         return replies
 
     def reachable(self, round: int, client_ids: Ints) -> Bools:
@@ -120,11 +115,12 @@ class Devices:
         """Whether simulated time is modelled at all."""
         return bool(self.settings.seconds_per_example or self.settings.bandwidth)
 
-    def seconds(self, client_ids: Ints, examples: Floats, transferred: int) -> Floats:
+    def seconds(self, client_ids: Ints) -> Floats:
         """Seconds that each client takes for its examples and bytes, ``[n]``."""
-        seconds = self.settings.seconds_per_example * self._scales(SPEED, client_ids) * examples
+        speeds, examples = self._scales(SPEED, client_ids), self.examples(client_ids)
+        seconds = self.settings.seconds_per_example * speeds * examples
         if self.settings.bandwidth:
-            seconds += transferred / (
+            seconds += (self.down + self.up) / (
                 self.settings.bandwidth * MEGABIT * self._scales(BANDWIDTH, client_ids)
             )
         return seconds

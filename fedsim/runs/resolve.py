@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
@@ -83,22 +82,13 @@ class Resolved:
     devices: Devices
     client_ledgers: ClientLedgers | None
 
-    @property
+    @cached_property
     def uncovered(self) -> tuple[str, ...]:
         """Subjects of metrics.csv's columns that no noise protects; empty without privacy."""
         if not self.config.protects:
             return ()
         released = self.config.evaluate.private
         return ("train", *(() if released else ("clients",)), *self.data.of_clients)
-
-    def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether each sampled client's device completes the round: ``bool [n]``."""
-        trainer = self.trainer
-        size, values = trainer.layout.dtype.itemsize, trainer.row_layout.d
-        down, up = trainer.received_layout.d * size, values * size
-        if trainer.compression is not None:
-            up = trainer.compression.bytes(values, size)
-        return self.devices.replying(round, client_ids, trainer.workload.examples, down, up)
 
 
 def resolve(
@@ -164,7 +154,7 @@ def resolve(
         trainer=trainer,
         trainer_for=trainer_for,
         release=release,
-        devices=Devices.of(config),
+        devices=Devices.of(config, trainer),
         client_ledgers=_client_ledgers(config, trainer, out),
     )
 
@@ -279,7 +269,7 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
             unprotected=evaluate.unprotected,
         ),
         availability=Availability(
-            replying=resolved.replying,
+            replying=resolved.devices.replying,
             reachable=resolved.devices.reachable,
             node_timeout=config.engine.node_timeout,
             max_failed_rounds=config.server.max_failed_rounds,

@@ -34,9 +34,9 @@ PRIVATE = {
 }
 
 
-def devices_of(**settings: float) -> Devices:
+def devices_of(examples=len, size: int = 4, **settings: float) -> Devices:
     keys = {f"devices.{key.replace('_', '-')}": value for key, value in settings.items()}
-    return Devices.of(BASE.replace(seed=7, **keys))
+    return Devices(7, BASE.replace(**keys).devices, examples, size, size)
 
 
 @pytest.mark.parametrize("path", ["plain", "func", "layered"])
@@ -142,7 +142,7 @@ def test_who_is_not_there_does_not_evaluate_either(tmp_path: Path) -> None:
     devices = devices_of(availability=0.7, dropout=0.2)
     ids = np.arange(40)
     for number in range(1, 5):  # it is the same device in one round
-        replying = devices.replying(number, ids, len, 8, 4)
+        replying = devices.replying(number, ids)
         assert (devices.reachable(number, ids) == replying).all()
 
 
@@ -193,31 +193,32 @@ def test_only_those_that_took_part_move_the_model_and_keep_state(tmp_path: Path)
 def test_a_device_is_there_and_drops_out_as_often_as_is_said() -> None:
     devices = devices_of(availability=0.7, dropout=0.2)
     ids = np.arange(40)
-    counts = np.stack([devices.replying(number, ids, len, 8, 4) for number in range(1, 51)])
+    counts = np.stack([devices.replying(number, ids) for number in range(1, 51)])
     # Of 2000 draws at 0.56 the share has a standard deviation of 0.011.
     assert counts.mean() == pytest.approx(0.7 * 0.8, abs=0.045)
-    assert (counts == [devices.replying(k, ids, len, 8, 4) for k in range(1, 51)]).all()
-    alone = np.array([devices.replying(3, ids[k : k + 1], len, 8, 4)[0] for k in range(40)])
+    assert (counts == [devices.replying(k, ids) for k in range(1, 51)]).all()
+    alone = np.array([devices.replying(3, ids[k : k + 1])[0] for k in range(40)])
     assert (alone == counts[2]).all()
 
 
 def test_a_rounds_virtual_time_is_that_of_its_slowest_device() -> None:
-    devices = devices_of(seconds_per_example=0.5, bandwidth=8.0, spread=0.3)
-    ids = np.arange(20)
-    examples = lambda clients: 10.0 + clients  # noqa: E731
-    assert devices.replying(1, ids, examples, 10**6, 10**6).all()
-    seconds = devices.seconds(ids, examples(ids), 2 * 10**6)
+    ids, megabyte = np.arange(20), 10**6
+    work = {"examples": lambda clients: 10.0 + clients, "size": megabyte}
+    clock = {"seconds_per_example": 0.5, "bandwidth": 8.0, "spread": 0.3}
+    devices = devices_of(**work, **clock)
+    assert devices.replying(1, ids).all()
+    seconds = devices.seconds(ids)
     assert devices.load is not None
     assert devices.load.seconds == seconds.max()
-    assert (devices.load.bytes_down, devices.load.bytes_up) == (20 * 10**6, 20 * 10**6)
+    assert (devices.load.bytes_down, devices.load.bytes_up) == (20 * megabyte, 20 * megabyte)
     # The median device: 1 megabyte a second, 2 seconds for both ways, and half a second an example.
-    median = devices_of(seconds_per_example=0.5, bandwidth=8.0)
-    assert median.seconds(ids, examples(ids), 2 * 10**6) == pytest.approx(2 + 0.5 * (10 + ids))
-    logs = np.log(devices_of(seconds_per_example=1.0, spread=0.3).seconds(np.arange(500), 1.0, 0))
-    assert logs.std() == pytest.approx(0.3, rel=0.12)
+    median = devices_of(**work, seconds_per_example=0.5, bandwidth=8.0)
+    assert median.seconds(ids) == pytest.approx(2 + 0.5 * (10 + ids))
+    one_each = devices_of(np.ones_like, seconds_per_example=1.0, spread=0.3)
+    assert np.log(one_each.seconds(np.arange(500))).std() == pytest.approx(0.3, rel=0.12)
     deadline = float(np.median(seconds))
-    late = devices_of(seconds_per_example=0.5, bandwidth=8.0, spread=0.3, deadline=deadline)
-    assert (late.replying(1, ids, examples, 10**6, 10**6) == (seconds <= deadline)).all()
+    late = devices_of(**work, **clock, deadline=deadline)
+    assert (late.replying(1, ids) == (seconds <= deadline)).all()
     assert late.load is not None
     assert late.load.seconds == deadline
 
