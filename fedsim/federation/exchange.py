@@ -27,7 +27,8 @@ from fedsim.federation.flower_internals import (
     TIMED_OUT,
     error_reply,
 )
-from fedsim.federation.row_sums import RowSum, Summing
+from fedsim.federation.row_sums import Summing
+from fedsim.mechanisms import PartialSum
 from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.layout import Layout
 
@@ -104,7 +105,7 @@ class Instructions(Iterable[Message]):
     numbers : mapping of name to sequence of int ``[n]``
         Config entries that differ between clients, one number a client.
     summing : Summing, optional
-        If given, workers bound and add up the rows, and do not send them.
+        If given, workers may bound and add up the rows, and then do not send them.
     """
 
     message_type: MessageType
@@ -125,7 +126,7 @@ class Instructions(Iterable[Message]):
     def __iter__(self) -> Iterator[Message]:
         return iter(self._messages)
 
-    def for_workers(self, summing: Summing | None) -> Instructions:
+    def for_workers(self, *, sum_rows: bool) -> Instructions:
         """The part that trainers in other processes need; the rest is only for messages."""
         nobody = Recipients(np.empty(0, np.int64), np.empty(0, np.uint64))
         return replace(
@@ -136,7 +137,7 @@ class Instructions(Iterable[Message]):
             recipients=nobody,
             records={},
             numbers={},
-            summing=summing,
+            summing=self.summing if sum_rows else None,
         )
 
     @cached_property
@@ -172,11 +173,11 @@ class Replies(Iterable[Message]):
     """
 
     instructions: Instructions
-    produce: Callable[[RowSum | None], Iterator[Block]]
+    produce: Callable[[PartialSum | None], Iterator[Block]]
     sums: bool = False
     _blocks: Iterator[Block] | None = field(default=None, init=False, repr=False)
 
-    def blocks(self, into: RowSum | None = None) -> Iterator[Block]:
+    def blocks(self, into: PartialSum | None = None) -> Iterator[Block]:
         """Iterator over the blocks; clients are trained as it advances."""
         if self._blocks is None:
             self._blocks = self.produce(into)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism, Releaser, State
+from fedsim.mechanisms import Mechanism, PartialSum, State
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.block import Block, Ids, Reason
@@ -61,18 +61,26 @@ class Summing:
         weighs = self.weight_key is not None and self.declared is None
         return (*self.plan.bound.side_names, *([self.weight_key or ""] if weighs else []))
 
-    def sides(self, block: Block) -> dict[str, Floats]:
-        """The scalars that are summed in addition to the rows, by name, ``[n]``."""
-        return {name: _reported(block, name) for name in self.plan.bound.side_names}
+    def add(self, block: Block, total: PartialSum) -> Block:
+        """Add a block's rows; return the block without them, and with ``usable`` set.
 
-    def weights(self, block: Block) -> Floats | None:
-        """Weight of each row, ``[n]``; None where all weigh the same."""
-        if self.weight_key is None:
-            return None
-        if self.declared is None:
-            return _reported(block, self.weight_key)
-        client_ids, counts = self.declared
-        return counts[np.searchsorted(client_ids, block.client_ids)]
+        A client with an invalid weight or scalar is marked as failed. The total is the server's of
+        a round, or a worker's part of it, made by a releaser of the same plan and layout.
+        """
+        block = self.checked(block)
+        usable = torch.zeros(len(block.ok), dtype=torch.bool, device=total.terms.device)
+        if block.ok.any():
+            sound = block if block.ok.all() else block.select(block.ok)
+            assert sound.rows is not None
+            weights, sides = self.weights(sound), self.sides(sound)
+            added = total.add(DenseRows(sound.rows), weights=weights, sides=sides)
+            # masked_scatter fills the sound clients' places in order, without reading from a GPU.
+            usable = (
+                added
+                if sound is block
+                else usable.masked_scatter(torch.from_numpy(block.ok).to(usable.device), added)
+            )
+        return replace(block, rows=None, usable=usable)
 
     def checked(self, block: Block) -> Block:
         """The block, with the clients whose weights or scalars are invalid marked as failed."""
@@ -104,48 +112,21 @@ class Summing:
         rows = block.rows.masked_fill(torch.from_numpy(~ok).to(block.rows.device)[:, None], 0.0)
         return replace(block, rows=rows, ok=ok, reasons={**block.reasons, **reasons})
 
+    def sides(self, block: Block) -> dict[str, Floats]:
+        """The scalars that are summed in addition to the rows, by name, ``[n]``."""
+        return {name: _reported(block, name) for name in self.plan.bound.side_names}
+
+    def weights(self, block: Block) -> Floats | None:
+        """Weight of each row, ``[n]``; None where all weigh the same."""
+        if self.weight_key is None:
+            return None
+        if self.declared is None:
+            return _reported(block, self.weight_key)
+        client_ids, counts = self.declared
+        return counts[np.searchsorted(client_ids, block.client_ids)]
+
 
 def _reported(block: Block, name: str) -> Floats:
     if name not in block.metrics:
         raise FedsimError(f"clients report no '{name}', which the mechanism or its weights need.")
     return block.metrics[name]
-
-
-class RowSum:
-    """Bounds and adds up the rows of blocks: the server's sum of a round, or a worker's part.
-
-    Parameters
-    ----------
-    summing : Summing
-    releaser : Releaser
-        Releaser of the same plan and layout, on the device of the rows.
-
-    Attributes
-    ----------
-    total : PartialSum
-        Sum of the rows added so far.
-    """
-
-    def __init__(self, summing: Summing, releaser: Releaser) -> None:
-        self.summing, self.releaser = summing, releaser
-        self.total = releaser.start(summing.state)
-
-    def add(self, block: Block) -> Block:
-        """Add a block's rows; return the block without them, and with ``usable`` set.
-
-        A client with an invalid weight or scalar is marked as failed.
-        """
-        block = self.summing.checked(block)
-        usable = torch.zeros(len(block.ok), dtype=torch.bool, device=self.total.terms.device)
-        if block.ok.any():
-            sound = block if block.ok.all() else block.select(block.ok)
-            assert sound.rows is not None
-            weights, sides = self.summing.weights(sound), self.summing.sides(sound)
-            added = self.total.add(DenseRows(sound.rows), weights=weights, sides=sides)
-            # masked_scatter fills the sound clients' places in order, without reading from a GPU.
-            usable = (
-                added
-                if sound is block
-                else usable.masked_scatter(torch.from_numpy(block.ok).to(usable.device), added)
-            )
-        return replace(block, rows=None, usable=usable)

@@ -32,7 +32,7 @@ from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.exchange import Instructions, RecordKeys, Replies
 from fedsim.federation.replies import Reply, read
 from fedsim.federation.round_report import Tally
-from fedsim.federation.row_sums import Floats, RowSum, Summing
+from fedsim.federation.row_sums import Floats, Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
 from fedsim.mechanisms.releaser import NUMBERS, prefetched
 from fedsim.privacy.noise import Noise
@@ -156,7 +156,7 @@ class ServerSum:
     ----------
     settings : AggregationSettings
     instructions : Instructions
-        The round's instructions, before this aggregation adds to them.
+        The round's instructions, to which the aggregation adds what its clients need.
     state : State
         State of the mechanism in this round.
     in_blocks : bool
@@ -166,6 +166,10 @@ class ServerSum:
     ----------
     tally : Tally
         Outcome of each client that was asked.
+    summing : Summing
+        How rows are bounded, weighted and added up.
+    releaser : Releaser
+        Releaser of the round's sum, on its device; there is none before the sum (`sum_on`).
     """
 
     on_workers: ClassVar[bool] = True
@@ -174,10 +178,12 @@ class ServerSum:
     instructions: Instructions
     state: State
     in_blocks: bool
+    releaser: Releaser = field(init=False)
 
     def __post_init__(self) -> None:
         self.plan, recipients = self.settings.plan, self.instructions.recipients
         counts, ids = self.settings.example_counts, recipients.client_ids
+        counts = None if counts is None else counts[ids]
         self.tally = Tally(ids, absent=recipients.absent)
         assert self.instructions.layout is not None  # since it is no evaluation
         weighs = self.plan.bound.weighting == "num-examples"
@@ -186,10 +192,15 @@ class ServerSum:
             self.instructions.layout,
             self.state,
             self.settings.keys.weighted_by if weighs else None,
-            None if counts is None else (ids, counts[ids]),
+            None if counts is None else (ids, counts),
             asked=len(ids),
         )
-        self._sum: RowSum | None = None
+        self.instructions = replace(
+            self.instructions,
+            numbers={} if counts is None else {DECLARED_EXAMPLES: counts.astype(int).tolist()},
+            summing=self.summing if self.on_workers else None,
+        )
+        self._sum: PartialSum | None = None
         self._prefetched_noise: NoiseSource | None = None
 
     @property
@@ -204,14 +215,7 @@ class ServerSum:
 
     def request(self) -> Iterable[Message]:
         """The messages of the first stage, which is the only one of most aggregations."""
-        return self.training()
-
-    def training(self) -> Instructions:
-        """The round's instructions for clients that train, with what this aggregation adds."""
-        if self.summing.declared is None:
-            return self.instructions
-        declared = self.summing.declared[1].astype(int).tolist()
-        return replace(self.instructions, numbers={DECLARED_EXAMPLES: declared})
+        return self.instructions
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
         """The messages of the next stage, given these replies; None after the last stage."""
@@ -228,12 +232,12 @@ class ServerSum:
         elif not (self.on_workers and messages.sums):
             decoded = map(Reply, messages.blocks())
         else:
-            row_sum = self.sum_on(self.instructions.vector.device)
-            decoded = map(Reply, messages.blocks(row_sum))
+            total = self.total
+            decoded = map(Reply, messages.blocks(total))
             # While workers train, this process only waits, so that it can draw the noise. The noise
             # is not used before the ledger line is on disk.
             self._prefetched_noise = prefetched(
-                self._noise_source(), row_sum.releaser.draw_sizes(row_sum.total)
+                self._noise_source(), self.releaser.draw_sizes(total)
             )
         for reply in decoded:
             block = self.tally.take(reply.block)
@@ -257,7 +261,8 @@ class ServerSum:
         """
         block = reply.block
         if block.rows is not None:
-            block = self.without_failed(self.sum_on(block.rows.device).add(block))
+            total = self.sum_on(block.rows.device)
+            block = self.without_failed(self.summing.add(block, total))
         assert block.usable is not None
         weights = self.summing.weights(block)
         # A client without examples has weight 0: it is not in the sum, but has not failed.
@@ -273,17 +278,17 @@ class ServerSum:
             self.tally.reject(np.array([client]), reason)
         return block.select(block.ok) if block.reasons else block
 
-    def sum_on(self, device: torch.device) -> RowSum:
-        """The round's sum, which the first call creates on this device."""
+    def sum_on(self, device: torch.device) -> PartialSum:
+        """Sum of the rows added so far, which the first call creates on this device."""
         if self._sum is None:
-            releaser = self.settings.releaser(self.summing.layout, device)
-            self._sum = RowSum(self.summing, releaser)
+            self.releaser = self.settings.releaser(self.summing.layout, device)
+            self._sum = self.releaser.start(self.state)
         return self._sum
 
     @property
     def total(self) -> PartialSum:
         """Sum of the rows added so far."""
-        return self.sum_on(self.instructions.vector.device).total
+        return self.sum_on(self.instructions.vector.device)
 
     def content(self) -> Iterator[bytes]:
         """Bytes of the exact sum, and of all else but the noise that determines the release."""
@@ -292,9 +297,8 @@ class ServerSum:
 
     def release(self) -> Release:
         """The round's one release."""
-        rows = self.sum_on(self.instructions.vector.device)
-        source = self._prefetched_noise or self._noise_source()
-        return rows.releaser.release(rows.total, source, asked=self.shares_asked)
+        total, source = self.total, self._prefetched_noise or self._noise_source()
+        return self.releaser.release(total, source, asked=self.shares_asked)
 
 
 Aggregation = Callable[[AggregationSettings, Instructions, State, bool], ServerSum]

@@ -25,7 +25,6 @@ from fedsim.federation.aggregation.shares import (
     split,
 )
 from fedsim.federation.arrays import array_record
-from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply, read
 from fedsim.mechanisms import PartialSum
 from fedsim.privacy.noise import share_multiplier
@@ -57,11 +56,8 @@ class ShareSum(ServerSum):
             plan.bound, plan.noise, plan.denominator, self.parts, release
         )
         self._bounding = plan.bound.bounding_state(self.state, self.summing.layout)
-
-    def training(self) -> Instructions:
-        """The round's instructions, with a share's noise and the state that bounds a row."""
-        return replace(
-            super().training(),
+        self.instructions = replace(
+            self.instructions,
             config=ConfigRecord({**self.instructions.config, **self.share_request.entries()}),
             records={STATE_RECORD: array_record(self._bounding)},
         )
@@ -107,7 +103,7 @@ class ClientShares(ShareSum):
         else:
             assert block.rows is not None
             shares = Shares(block.rows, torch.from_numpy(block.metrics[USABLE] > 0))
-        total = self.sum_on(shares.units.device).total
+        total = self.sum_on(shares.units.device)
         usable = add_shares(total, shares, asked=self.parts)
         # An unusable share is "malformed", unless its client itself reports a non-finite row: the
         # second line overrides the first.

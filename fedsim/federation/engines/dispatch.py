@@ -27,7 +27,7 @@ from fedsim.federation.engines.workers import (
     WorkRequest,
 )
 from fedsim.federation.exchange import Instructions
-from fedsim.federation.row_sums import RowSum
+from fedsim.mechanisms import PartialSum
 from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids, Reason
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Dispatch:
     retries : int
         How many times a chunk may lose its worker before its clients are tried one by one, each
         on a worker that does nothing else meanwhile.
-    into : RowSum, optional
+    into : PartialSum, optional
         The sum into which workers' sums are merged; without it blocks keep their rows.
     """
 
@@ -137,11 +137,11 @@ class Dispatch:
         timeout: float | None,
         *,
         retries: int,
-        into: RowSum | None = None,
+        into: PartialSum | None = None,
     ) -> None:
         self._crew, self._trainer, self._into = crew, trainer, into
         self._timeout, self._retries = timeout, retries
-        self._instructions = instructions.for_workers(None if into is None else into.summing)
+        self._instructions = instructions.for_workers(sum_rows=into is not None)
         vector = self._instructions.vector
         ids = np.asarray(instructions.recipients.client_ids, dtype=np.int64)
         row_bytes = max(vector.numel() * vector.element_size(), 1)
@@ -252,7 +252,7 @@ class Dispatch:
                 return
         else:
             assert self._into is not None
-            self._into.total.merge(answer.tensors)
+            self._into.merge(answer.tensors)
         # The rows of these clients are here, and cannot be lost any more.
         answered, assignment.done, assignment.summing = assignment.done, [], False
         for _, trained in answered:

@@ -36,7 +36,7 @@ from fedsim.federation.flower_internals import (
     set_message_id,
     unavailable,
 )
-from fedsim.federation.row_sums import RowSum
+from fedsim.mechanisms import PartialSum
 from fedsim.process import Closed
 from fedsim.rows.block import Block, BlockTrainer
 from fedsim.rows.layout import Layout
@@ -239,7 +239,7 @@ class LocalGrid(Closed, OwnGrid):
         trainer: BlockTrainer,
         instructions: Instructions,
         timeout: float | None,
-        into: RowSum | None,
+        into: PartialSum | None,
     ) -> Iterator[Block]:
         # Fork at the first round, so that workers have all changes to the trainer until then.
         if self._workers > 1 and self._crew is None:

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from fedsim.errors import BudgetSpentError, FedsimError, described
 from fedsim.federation.exchange import Instructions
-from fedsim.federation.row_sums import RowSum
-from fedsim.mechanisms import Releaser
+from fedsim.mechanisms import PartialSum, Releaser
 from fedsim.rows.block import (
     Block,
     BlockTrainer,
@@ -171,7 +170,7 @@ class TrainingWorker:
 
     def __init__(self, trainer: BlockTrainer, device: str) -> None:
         self._trainer, self._device = trainer.copy_for(device), torch.device(device)
-        self._sum: RowSum | None = None
+        self._sum: PartialSum | None = None
 
     def begin(self, instructions: Instructions) -> None:
         """Begin a round, and discard the sum of an earlier one."""
@@ -186,7 +185,7 @@ class TrainingWorker:
             if work.client_ids is not None:
                 return self._trained(work.client_ids, work.states)
             summed, self._sum = self._sum, None
-            return WorkerReply(tensors={} if summed is None else summed.total.state())
+            return WorkerReply(tensors={} if summed is None else summed.state())
         except Exception as error:
             return WorkerReply(error=sendable(error))
 
@@ -195,11 +194,14 @@ class TrainingWorker:
         # Clients' states are stored by the driver and sent with each request, since another worker
         # may have run these clients last.
         self._trainer.restore(states)
-        if summing is not None and self._sum is None:
-            releaser = Releaser(summing.plan, summing.layout, device=self._device)
-            self._sum = RowSum(summing, releaser)
         blocks = guarded_blocks(self._trainer, instructions, client_ids)
-        trained = [block if self._sum is None else self._sum.add(block) for block in blocks]
+        if summing is None:
+            trained = list(blocks)
+        else:
+            if self._sum is None:
+                releaser = Releaser(summing.plan, summing.layout, device=self._device)
+                self._sum = releaser.start(summing.state)
+            trained = [summing.add(block, self._sum) for block in blocks]
         new_states = self._trainer.state(client_ids) if instructions.message_type == "train" else {}
         return WorkerReply(trained, new_states)
 

@@ -289,7 +289,7 @@ def test_workers_are_sent_the_parameters_once_and_nothing_of_the_messages():
         numbers={"declared": [2**40] * 300},
     )
     assert len(list(asked)) == 300  # the messages are stored in `asked` from here on
-    sent = asked.for_workers(None)
+    sent = asked.for_workers(sum_rows=False)
     size = sum(memoryview(piece).nbytes for piece in pack(sent))
     assert size < sent.vector.nbytes + 4000
     returned = unpack(pack(sent), copied=True)

@@ -42,7 +42,6 @@ from fedsim.federation.aggregation.secagg.protocol import (
 from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
 from fedsim.federation.aggregation.shares import share_sizes, split
-from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply, error_reason
 from fedsim.mechanisms import PartialSum, Release
 from fedsim.privacy.noise import share_multiplier
@@ -75,8 +74,8 @@ class SecureSum(ShareSum):
     def request(self) -> Iterable[Message]:
         """Messages of the protocol's first stage; plain instructions for an engine with blocks."""
         if self.in_blocks:
-            return self.training()
-        self._stages = self._protocol(self.training())
+            return self.instructions
+        self._stages = self._protocol()
         return next(self._stages)
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
@@ -89,12 +88,12 @@ class SecureSum(ShareSum):
             self._stages = None
             return None
 
-    def _protocol(self, instructions: Instructions) -> Stages:
+    def _protocol(self) -> Stages:
         """Run the stages in order; each yields its messages and receives the replies.
 
         Ends with the unmasked sum added to `total`, or with `lost` set.
         """
-        node_of = instructions.recipients.node_of
+        instructions, node_of = self.instructions, self.instructions.recipients.node_of
         # The nonce separates attempts at a round: keys, sealed shares and masks of one attempt are
         # useless in another, also if the server resumes.
         run = str(instructions.config.get("run", ""))
@@ -140,7 +139,7 @@ class SecureSum(ShareSum):
             place = clients.index(client)
             sealed_shares = [sealed[other][place] for other in other_senders]
             masked_stage[client] = {"senders": other_senders, "sealed": sealed_shares}
-        replies = yield self._with_instructions(messages("masked", masked_stage), instructions)
+        replies = yield self._with_instructions(messages("masked", masked_stage))
         # The sum of all shares is far below 2^63 grid units, so that it is exact modulo 2^64.
         sums = self.total
         size = sum(share_sizes(sums).values())
@@ -174,12 +173,10 @@ class SecureSum(ShareSum):
             return
         self._survivors = survivors
 
-    def _with_instructions(
-        self, messages: list[Message], instructions: Instructions
-    ) -> list[Message]:
+    def _with_instructions(self, messages: list[Message]) -> list[Message]:
         """Add the records that clients need for training to these messages."""
         by_node = {message.metadata.dst_node_id: message for message in messages}
-        for request in instructions:
+        for request in self.instructions:
             if (message := by_node.get(request.metadata.dst_node_id)) is not None:
                 for name, record in request.content.items():
                     message.content[name] = record
@@ -253,7 +250,7 @@ class SecureSum(ShareSum):
             return replace(reply, block=replace(reply.block, usable=everyone))
         block = self.without_failed(reply.block)
         assert block.rows is not None
-        total = self.sum_on(block.rows.device).total
+        total = self.sum_on(block.rows.device)
         if len(block.client_ids):
             for name, units in split(total, self.shares_of(block).units).items():
                 total.grids[name].add_(units)
@@ -262,8 +259,8 @@ class SecureSum(ShareSum):
 
     def release(self) -> Release:
         """The round's one release: the shares contain all of its noise."""
-        rows = self.sum_on(self.instructions.vector.device)
-        return rows.releaser.release(rows.total, self._noise_source(), asked=rows.total.count)
+        total = self.total
+        return self.releaser.release(total, self._noise_source(), asked=total.count)
 
     def _take(self, sums: PartialSum, words: Words, count: int) -> None:
         """Add an unmasked sum of ``count`` shares.
