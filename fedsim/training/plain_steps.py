@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedsim.clients.base import State, Step
 from fedsim.training.batches import Batches, Floats
+from fedsim.training.paths.losses import losses_of
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import Seeds
@@ -104,7 +105,8 @@ class ProgramLoop(StepLoop):
         # In the order in which a block takes them: batch number is step * clients + client.
         self._by_step = self.index.transpose(0, 1).contiguous()
         targets = stepper.data.targets(self._by_step.flatten(0, 1), stepper.dtype)
-        self.batch_losses = path.losses(targets, self.weight.transpose(0, 1).flatten(0, 1))
+        weights = self.weight.transpose(0, 1).flatten(0, 1)
+        self.batch_losses = losses_of(path.loss, targets, weights)
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""

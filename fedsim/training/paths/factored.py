@@ -34,6 +34,7 @@ from fedsim.rows.factored import Squares
 from fedsim.rows.packing import Packing, channels_last, takes_channels_last
 from fedsim.training.paths.conv_layers import is_plain
 from fedsim.training.paths.examples import BY_STRUCTURE, ExampleBlock, GradientMethod
+from fedsim.training.paths.losses import losses_of
 from fedsim.training.paths.program import Program
 from fedsim.training.structure.reading import Structure
 
@@ -215,7 +216,7 @@ class ProgramRows(GradientMethod):
         yield ExampleBlock(clients, counts, rows[:, :b], losses[:, :b])
 
     def _of_block(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[OuterRows, Tensor]:
-        losses = self.program.losses(y, theta.new_ones(x.shape[:2]))
+        losses = losses_of(self.program.loss, y, theta.new_ones(x.shape[:2]))
         convolved, dense = self.program.example_factors(theta, x, losses)
         parts: list[LinearPart] = [_convolved_part(*factor) for factor in convolved]
         parts += [LinearPart(f.x, f.delta, f.bias is not None) for f in dense]

@@ -198,10 +198,6 @@ class Program:
         # Compiled functions cannot be pickled; the other process compiles its own.
         return {name: value for name, value in vars(self).items() if name != "dense"}
 
-    def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
-        """Losses of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
-        return losses_of(self.loss, y, weight)
-
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs of the model ``[n, B, K]`` at ``theta [n, D]``."""
         x = self._behind_stem(x)
@@ -217,7 +213,7 @@ class Program:
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Gradient, Tensor]:
         """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
-        losses = self.losses(y, weight)
+        losses = losses_of(self.loss, y, weight)
         return self.gradient_of(theta, x, losses, 0), losses.values()
 
     def gradient_of(
