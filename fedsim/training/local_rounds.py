@@ -28,7 +28,7 @@ from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
 from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import GradientMethod
-from fedsim.training.payload import LEFT_OUT, Compression, Payload, ReceivedVectors
+from fedsim.training.payload import LEFT_OUT, PERSONAL, Compression, Payload, ReceivedVectors
 from fedsim.training.plain_steps import plain_loop
 from fedsim.training.private_steps import PrivateLoop, max_chunk
 from fedsim.training.probe import Probe, gradient_methods
@@ -216,7 +216,8 @@ class LocalRounds:
         )
         if self.compression is not None:
             end = self._compressed(self.compression, end, received.vectors, clients.carried)
-        end.carried.update(self.client_state.personal.of_rows(end.theta))
+        if personal := self.client_state.personal:
+            end.carried[PERSONAL] = end.theta[:, personal.positions]
         metrics = self._metrics(clients)
         if self.reports_loss:
             metrics["loss"] = loop.mean_losses()

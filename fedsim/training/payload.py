@@ -96,10 +96,6 @@ class Personal:
         mask[self.positions] = 1
         return mask
 
-    def of_rows(self, theta: Tensor) -> dict[str, Tensor]:
-        """Personal parameters ``[n, P]`` in ``theta [n, D]``, by name; empty if there are none."""
-        return {PERSONAL: theta[:, self.positions]} if self else {}
-
 
 def positions_of(packing: Packing, names: Collection[str], device: torch.device) -> Tensor:
     """Positions of some parameters in a packed row, int64 ``[P]``."""
