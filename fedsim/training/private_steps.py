@@ -21,7 +21,7 @@ from fedsim.training.batches import MAX_CHUNK, Batches
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.side_effects import Seeds
-from fedsim.training.steps import RoundClients, StepLoop, Stepper
+from fedsim.training.steps import EndState, RoundClients, StepLoop, Stepper
 
 GPU_CHUNK = 256
 MECHANISM = "mechanism."
@@ -124,14 +124,15 @@ class PrivateLoop(StepLoop):
         self.state = dict(release.state)
         return release.mean
 
-    def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
-        """State of the bound mechanism to keep, of the clients from position ``first`` on."""
-        if not self.keeps_state:
-            return {}
-        # The state has rows for the clients of the last step only; the ones that end are its last.
-        clients = slice(first, first + len(theta))
-        public = without_noise(self.state)
-        return {MECHANISM + name: tensor[clients] for name, tensor in public.items()}
+    def end(self, state: State, first: int) -> EndState:
+        """Results of the clients from position ``first`` on, with the bound mechanism's state."""
+        end = super().end(state, first)
+        if self.keeps_state:
+            # It has rows for the clients of the last step only; the ones that end are its last.
+            clients = slice(first, first + len(end.theta))
+            for name, tensor in without_noise(self.state).items():
+                end.carried[MECHANISM + name] = tensor[clients]
+        return end
 
 
 class StepNoise:

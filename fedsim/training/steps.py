@@ -246,10 +246,8 @@ class StepLoop:
 
         State ``carried`` from earlier rounds replaces entries of the initial state.
         """
-        run = self._one_by_one if self.sequential else self._together
-        return run(start, numbers, carried)
-
-    def _together(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
+        if self.sequential:
+            return self._one_by_one(start, numbers, carried)
         steps = self.batches.steps
         state = self.start(start.clone(), numbers, carried)
         active = len(steps)
@@ -309,14 +307,9 @@ class StepLoop:
         algorithm = self.stepper.algorithm
         theta = algorithm.finish(state)
         carried = {name: state[name] for name in self.stepper.carried if name in state}
-        carried |= self.mechanism_state(first, theta)
         end = EndState(theta, algorithm.report(state), carried, algorithm.send(state))
         # Later captured steps overwrite the buffers that hold these results.
         return end if self.stepper.captured is None else end.clone()
-
-    def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
-        """State of the bound mechanism to keep, of the clients from position ``first`` on."""
-        return {}
 
     @property
     def example_losses(self) -> Floats:
