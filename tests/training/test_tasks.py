@@ -137,6 +137,15 @@ def test_every_path_trains_every_kind_of_target_as_the_plain_one(task: str, path
     torch.testing.assert_close(rows(trainer(task, path)), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_func_takes_a_recurrent_model_only_if_it_can_evaluate_it_too() -> None:
+    try:
+        t = trainer("recurrent", "func")
+    except FedsimError as error:
+        assert "'func' does not take this" in str(error)  # noqa: PT017 (torch decides)
+    else:
+        next(iter(t.evaluate(t.initial(), np.arange(len(SIZES)), 1)))
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_plain_step_is_a_loop_of_pytorch(task: str) -> None:
     """One full batch of one client, by hand: what does not count has no weight."""
