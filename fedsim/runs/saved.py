@@ -255,7 +255,7 @@ class SavedRun:
 
         Returns
         -------
-        array ``[N]``, ``[N, L]`` or ``[N, K]``
+        array in the shape of the targets, ``[N]``, ``[N, L]`` or ``[N, K]``
             Classes as integers, for each example or each of its positions; for regression, numbers;
             for several labels per example, their logits: above 0 for a label that is predicted.
 
@@ -267,11 +267,11 @@ class SavedRun:
         inputs = self._inputs(x)
         # Copies: a forward may write to its inputs, which may be the caller's own array.
         outputs = torch.cat([self.model(part.clone()) for part in torch.split(inputs, _CHUNK)])
-        if not self._dataset.num_classes:
-            # The width is not written as -1, which torch cannot infer if there are no examples.
-            numbers: Array = outputs.reshape(len(inputs), prod(outputs.shape[1:])).numpy()
-            return numbers[:, 0] if numbers.shape[1] == 1 else numbers
         shape = (len(inputs), *self._dataset.train.y.shape[1:])
+        if not self._dataset.num_classes:
+            # A loss of the user's own may compare targets with outputs of another shape.
+            numbers: Array = outputs.numpy()
+            return numbers.reshape(shape) if numbers.size == prod(shape) else numbers
         return predicted_classes(with_class_axis(outputs, shape)).numpy()
 
     def _inputs(self, x: Any) -> Tensor:

@@ -307,15 +307,18 @@ def test_one_output_without_an_axis_is_a_logit_of_each_class(tmp_path: Path, inn
     assert (predicted == y).mean() == saved.evaluate(data)["accuracy"]
 
 
-@pytest.mark.parametrize("width", [(), (2,)])
-def test_of_no_examples_the_predicted_numbers_are_none(tmp_path: Path, width: Any) -> None:
-    x = np.ones((8, 3), np.float32)
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 2)])
+def test_predicted_numbers_have_the_shape_of_the_targets(tmp_path: Path, shape: Any) -> None:
+    x, y = np.ones((8, 3), np.float32), np.ones((8, *shape), np.float32)
     config = fedsim.RunConfig().replace(
         rounds=1, partition={"clients": 2}, task={"loss": "squared-error", "metrics": "rmse"}
     )
-    data = ((x, np.ones((8, *width), np.float32)),) * 2
-    fedsim.run(config, data=data, out=tmp_path)
-    assert fedsim.load(tmp_path).predict(x[:0]).shape == (0, *width)
+    width = y[0].size
+    model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Unflatten(1, shape or (1,)))
+    fedsim.run(config, data=((x, y),) * 2, model=model, out=tmp_path)
+    saved = fedsim.load(tmp_path, model=model)
+    assert saved.predict(x).shape == y.shape
+    assert saved.predict(x[:0]).shape == (0, *shape)
 
 
 @pytest.mark.parametrize("of_file", [False, True])
