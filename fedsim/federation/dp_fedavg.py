@@ -14,8 +14,8 @@ from fedsim.arguments import check_arguments
 from fedsim.cohorts import Cohort
 from fedsim.federation.accounting import Accounting, Placement, keyed
 from fedsim.federation.aggregation.robust import RobustMean
+from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.aggregation.secagg.server import SecureSum
-from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.server_sum import (
     Aggregation,
     AggregationSettings,

@@ -20,7 +20,7 @@ from fedsim.config import RunConfig, plan
 from fedsim.config.plan import entropy, evaluation_event, local_work, made_noise, stopping
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
+from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.client_settings import PrivateMetrics
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
 from fedsim.keywords import arguments_of

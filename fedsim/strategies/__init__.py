@@ -1,7 +1,7 @@
 """Strategies: DP-FedAvg, for fedsim's engines and for any Flower app; and robust means."""
 
 from fedsim.federation.aggregation.robust import Krum, Median, RobustMean, TrimmedMean
-from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
+from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, PrivateMetrics
 from fedsim.federation.dp_fedavg import DPFedAvg
 from fedsim.federation.optimizers import adam, sgd

@@ -19,6 +19,7 @@ from fedsim import RunConfig
 from fedsim.deploy.policy import Policy
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.aggregation.secagg import client as secagg_client
 from fedsim.federation.aggregation.secagg.protocol import (
     PRIME,
@@ -35,7 +36,6 @@ from fedsim.federation.aggregation.secagg.protocol import (
     unseal,
 )
 from fedsim.federation.aggregation.secagg.server import unmasked
-from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.arrays import tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
 from fedsim.runs.resolve import Resolved, resolve, strategy_of

@@ -22,6 +22,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedsim.errors import FedsimError, printable
+from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.aggregation.secagg.protocol import (
     KEY_BYTES,
     RECORD,
@@ -39,7 +40,6 @@ from fedsim.federation.aggregation.secagg.protocol import (
     pair_purpose,
     public_key,
 )
-from fedsim.federation.aggregation.secagg.threshold import SecureAggregation
 from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
 from fedsim.federation.aggregation.shares import share_sizes, split
 from fedsim.federation.replies import Reply, error_reason
