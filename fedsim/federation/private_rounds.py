@@ -35,7 +35,6 @@ from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.privacy.plan_state import resumed_plan, state_of
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import RUN
@@ -322,7 +321,7 @@ class PrivateRounds(ResumableStrategy):
             "parameters": self._parameters,
             "mechanism": {name: value.clone() for name, value in mechanism.items()},
             **({} if noise is None else {"noise": noise}),
-            **({"plan": state_of(plan)} if plan.closed else {}),
+            **({"plan": strategy_state.plan_state(plan)} if plan.closed else {}),
             **{n: part for n, owner in self._parts.items() if (part := owner.state()) is not None},
             "stopped": self.stopped,
             "ledger": self._accounting.state(),
@@ -345,7 +344,7 @@ class PrivateRounds(ResumableStrategy):
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
         with strategy_state.as_state_error(strategy):
-            plan = resumed_plan(self.plan, state)
+            plan = strategy_state.resumed_plan(self.plan, state)
             self._accounting.check_ledger(state["ledger"])
             strategy_state.check_noise(state, plan, seeded=self.randomness.seed is not None)
             strategy_state.check_shapes(state, self.plan.bound, self.server_optimizer)

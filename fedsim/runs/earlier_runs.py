@@ -19,9 +19,9 @@ from fedsim.config.plan import declares_stops, stopping
 from fedsim.config.release_keys import keys_outside_release, path_keys
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
+from fedsim.federation.strategy_state import resumed_plan
 from fedsim.privacy import Entry, Ledger, durable
 from fedsim.privacy.claims import FIXED, Stopping
-from fedsim.privacy.plan_state import resumed_plan
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import NAMED_FILES, RunDirectory
 from fedsim.runs.factories import ledger_dir, release_plan

@@ -9,6 +9,7 @@ import pytest
 
 from fedsim.cli.privacy_question import read_source
 from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.federation.strategy_state import plan_state, resumed_plan
 from fedsim.privacy import Accountant, Budget, Entry, Event, Ledger
 from fedsim.privacy.events import dominating_event
 from fedsim.privacy.laws import Full, Participation
@@ -24,7 +25,6 @@ from fedsim.privacy.noise.blt import BLT
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
 from fedsim.privacy.noise.tree import Tree
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.privacy.plan_state import resumed_plan, state_of
 
 DELTA = 1e-5
 
@@ -42,7 +42,7 @@ def plan_of(noise, rounds=20, sampler=None, **more) -> ReleasePlan:
 
 def extended(plan: ReleasePlan, rounds: int, after: int) -> ReleasePlan:
     """The plan of a run of ``plan`` that is resumed after some rounds, with so many."""
-    state = {"round": after, "plan": state_of(plan), "noise": {}}
+    state = {"round": after, "plan": plan_state(plan), "noise": {}}
     return resumed_plan(replace(plan, rounds=rounds, extension=None), state)
 
 
@@ -98,10 +98,10 @@ def test_a_plan_whose_first_rounds_would_change_keeps_its_rounds(plan, rounds) -
 def test_a_plan_without_what_its_noise_needs_cannot_be_extended() -> None:
     plan = plan_of(Banded(2.0))
     with pytest.raises(FedsimError, match="a secret that was removed after the last round"):
-        resumed_plan(replace(plan, rounds=30), {"round": 20, "plan": state_of(plan)})
+        resumed_plan(replace(plan, rounds=30), {"round": 20, "plan": plan_state(plan)})
     # Before the first round nothing was charged.
     longer = replace(plan, rounds=30)
-    assert resumed_plan(longer, {"round": 0, "plan": state_of(plan), "noise": {}}) == longer
+    assert resumed_plan(longer, {"round": 0, "plan": plan_state(plan), "noise": {}}) == longer
 
 
 def test_a_ledger_has_the_plan_before_its_extension_and_holds_the_budget(tmp_path) -> None:
