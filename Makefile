@@ -67,7 +67,7 @@ lint: $(DEV_INSTALLED)  ## ruff, mypy --strict and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-lock: $(DEV_INSTALLED)  ## write requirements.lock anew: what the image installs, with hashes (needs uv)
+lock: $(DEV_INSTALLED)  ## rewrite requirements.lock: what the image installs, with hashes (needs uv)
 	printf 'hatchling>=1.25\n' | uv pip compile pyproject.toml - --constraint constraints.txt --generate-hashes \
 	  --python-version 3.11 --no-annotate --no-header --quiet --output-file requirements.lock
 

@@ -104,15 +104,15 @@ def plain_adadp(model: nn.Module, data: ClientData, t: int) -> None:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to compute a round: a plain loop, or a trainer."""
+class Variant:
+    """A way to compute a round: a plain loop, or a trainer."""
 
     name: str
     work: Callable[[int], object]
     trainer: Trainer | None = None
 
 
-def ways(device: str) -> list[Way]:
+def variants(device: str) -> list[Variant]:
     """Plain loops and trainers, on the same examples."""
     model = models.build("adadp-cifar", (3, 32, 32), 10)
     generator = torch.Generator().manual_seed(0)
@@ -130,8 +130,8 @@ def ways(device: str) -> list[Way]:
         )  # fmt: skip
         name = type(algorithm).__name__
         all_ways += [
-            Way(f"{name}, plain loop", partial(plain, model, data)),
-            Way(f"{name}, fedsim", partial(round_of, trainer), trainer),
+            Variant(f"{name}, plain loop", partial(plain, model, data)),
+            Variant(f"{name}, fedsim", partial(round_of, trainer), trainer),
         ]
     return all_ways
 
@@ -142,23 +142,23 @@ def round_of(trainer: Trainer, t: int) -> None:
 
 
 def measure(device: str, pairs: int) -> dict[str, list[float]]:
-    """Seconds of each way's rounds: CPU time on a CPU, wall time on a GPU."""
-    chosen = ways(device)
-    sides = {way.name: partial(finished, way, device) for way in chosen}
+    """Seconds of each variant's rounds: CPU time on a CPU, wall time on a GPU."""
+    chosen = variants(device)
+    sides = {variant.name: partial(finished, variant, device) for variant in chosen}
     clock = time.process_time if device == "cpu" else time.perf_counter
     with exact(torch.device(device)):
         in_turns(sides, 1, clock=clock)  # a warm-up, in which steps are captured
         seconds = in_turns(sides, pairs, first=2, clock=clock)
-    for way in chosen:
-        steps = None if way.trainer is None else way.trainer.stepper.captured
+    for variant in chosen:
+        steps = None if variant.trainer is None else variant.trainer.stepper.captured
         if isinstance(steps, StepGraphs) and not (steps.can_capture and steps.graphs):
-            raise SystemExit(f"{way.name}: its steps were not captured; see the log.")
+            raise SystemExit(f"{variant.name}: its steps were not captured; see the log.")
     return seconds
 
 
-def finished(way: Way, device: str, t: int) -> None:
+def finished(variant: Variant, device: str, t: int) -> None:
     """Compute a round, and wait until the GPU has finished it."""
-    way.work(t)
+    variant.work(t)
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -11,7 +11,7 @@ from fedsim.settings import read_settings, settings_of
 
 
 def arguments_of(
-    thing: Callable[..., Any],
+    factory: Callable[..., Any],
     name: str,
     values: Mapping[str, Any],
     table: str,
@@ -21,7 +21,7 @@ def arguments_of(
 
     Parameters
     ----------
-    thing : callable
+    factory : callable
     name : str
         Its name in a config.
     values : mapping of key to value
@@ -37,8 +37,8 @@ def arguments_of(
         If a setting is unknown or missing or, for a dataclass, has a wrong type or range.
     """
     arguments = {key.replace("-", "_"): value for key, value in values.items()}
-    settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
-    keywords, takes_any = keywords_of(thing)
+    settings = {s.name: s for s in settings_of(factory) if s.name not in filled}
+    keywords, takes_any = keywords_of(factory)
     takes = {*(settings or keywords)} - {*filled}
     for key in arguments:
         dotted = f"{table}.{key.replace('_', '-')}"

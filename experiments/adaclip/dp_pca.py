@@ -39,7 +39,7 @@ class SquareRows:
         return len(self.x)
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
-        """See `Rows`."""
+        """Norms ``[n]``, of rows that are shifted and scaled first if asked."""
         if scale is not None or center is not None:
             return DenseRows(self.dense()).norms(scale, center)
         squares = self.x.double().square().sum(1)
@@ -48,20 +48,20 @@ class SquareRows:
     def measure(
         self, scale: Tensor | None = None, center: Tensor | None = None
     ) -> MeasuredRows | None:
-        """See `Rows`; None for shifted rows, whose norms may cancel near the centre."""
+        """Rows and their norms; None for shifted rows, whose norms may cancel near the centre."""
         return MeasuredRows(self, self.norms()) if scale is None and center is None else None
 
     def sum(self, weights: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Weighted sum of the rows."""
         x = self.x.double().masked_fill((weights == 0)[:, None], 0.0)
         return _to_vector((x * weights[:, None]).T @ x)
 
     def dense(self) -> Tensor:
-        """See `Rows`; ``[n, p (p + 1) / 2]``, which fits into memory for small p only."""
+        """The rows ``[n, p (p + 1) / 2]``, which fit into memory for small p only."""
         return torch.stack([_to_vector(torch.outer(row, row)) for row in self.x.double()])
 
     def columns(self, slices: Sequence[slice]) -> Rows:
-        """See `Rows`."""
+        """The same rows over these columns only."""
         return DenseRows(self.dense()).columns(slices)
 
 

@@ -153,7 +153,7 @@ def faults(experiment: Experiment, report: Report, judgement: Judgement | None) 
     return wrong if judgement is None else wrong + _against(report, judgement)
 
 
-def _places(judgement: Judgement) -> list[str]:
+def _placeholders(judgement: Judgement) -> list[str]:
     """Names of the figures that the judgement's sentences use, without the number of seeds."""
     names = [place[1] for text in judgement.sentences() for place in _PLACE.finditer(text)]
     return [name for name in names if name != "seeds"]
@@ -164,7 +164,7 @@ def _against(report: Report, judgement: Judgement) -> list[str]:
     wrong = [
         *_unknown("claims", judgement.claims, list(claims)),
         *_unknown("paper", judgement.paper, list(report.figures)),
-        *_unknown("sentences", _places(judgement), list(report.figures)),
+        *_unknown("sentences", _placeholders(judgement), list(report.figures)),
         *(f"claims.{name} is missing." for name in claims if name not in judgement.claims),
     ]
     panels = [panel.name for panel in judgement.panels]

@@ -241,7 +241,7 @@ def sections(
     if missing:
         blocks += [f"{heading} What was not run{of}", missing]
     if judgement.paper:
-        blocks += [f"{heading} Figures that the paper prints{of}", _beside(judgement, report)]
+        blocks += [f"{heading} Figures that the paper prints{of}", _comparison(judgement, report)]
     return blocks
 
 
@@ -310,7 +310,7 @@ def _earlier(judgement: Judgement) -> str:
     return f"{EARLIER}\n\n{markdown_table(['figure', 'then'], rows, 3)}"
 
 
-def _beside(judgement: Judgement, report: Report) -> str:
+def _comparison(judgement: Judgement, report: Report) -> str:
     rows: list[list[str | float | None]] = [
         [name, paper, report.figures[name]] for name, paper in judgement.paper.items()
     ]

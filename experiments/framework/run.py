@@ -120,7 +120,7 @@ def run_experiment(
     out : path
         Results of members are kept in ``out/members``.
     data, seeds, quick
-        See `load`.
+        As for `load`.
     workers : int
         Number of processes; 0 for one per core.
     portion : Portion, optional

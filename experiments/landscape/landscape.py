@@ -139,7 +139,7 @@ class Landscape(ConfigRuns):
             ]
         return self._prices() + [
             ExperimentMember(
-                self._trial(name, bound),
+                self._label_of(name, bound),
                 self._settings_of(keys | self._bound(name, bound), self._federation(name).seed),
                 cell=name,
             )
@@ -197,7 +197,7 @@ class Landscape(ConfigRuns):
         choices = {name: self._choice(results, name) for name in tests}
         # Until fresh seeds have been run, the accuracy of the choosing seed is shown, not judged.
         chosen = {
-            name: results[self._trial(name, choice.value)]["test"]
+            name: results[self._label_of(name, choice.value)]["test"]
             for name, choice in choices.items()
             if choice is not None
         }
@@ -229,7 +229,7 @@ class Landscape(ConfigRuns):
         """Key and value that set a cell's bound."""
         return {f"{_table(self._federation(name))}mechanism.clip-norm": value}
 
-    def _trial(self, name: str, bound: float) -> str:
+    def _label_of(self, name: str, bound: float) -> str:
         """Name of a cell's run at one bound of the grid."""
         return f"{name} C={bound:g} seed={self._federation(name).seed}"
 
@@ -253,7 +253,7 @@ class Landscape(ConfigRuns):
 
     def _choice(self, results: Mapping[str, Result], name: str) -> BestOfGrid | None:
         """Choice of a cell's bound by validation accuracy; None before all have been run."""
-        members = {bound: self._trial(name, bound) for bound in self.settings.clip_norms}
+        members = {bound: self._label_of(name, bound) for bound in self.settings.clip_norms}
         if not members or any(member not in results for member in members.values()):
             return None
         scores = {bound: results[member]["validation"] for bound, member in members.items()}
@@ -311,7 +311,7 @@ class Landscape(ConfigRuns):
         cells: dict[str, str | None] = {}
         for name, choice in choices.items():
             if choice is not None:
-                tests = [results[self._trial(name, bound)]["test"] for bound in bounds]
+                tests = [results[self._label_of(name, bound)]["test"] for bound in bounds]
                 best = bounds.index(choice.value)
                 cells[name] = ", ".join(
                     f"{tests[k] - tests[best]:+.1f}" if 0 <= k < len(bounds) else "-"

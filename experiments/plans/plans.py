@@ -19,7 +19,7 @@ from fedsim.runs.metrics import Row
 FREE = "without noise"
 
 
-class Way(Section):
+class Variant(Section):
     """One way to spend epsilon: its name, and the keys of the run that it changes."""
 
     name: str
@@ -41,7 +41,7 @@ class PlansSettings(ConfigRunsSettings):
 
     title: str
     epsilons: list[float] = Field(min_length=1)
-    ways: list[Way] = Field(min_length=1)
+    ways: list[Variant] = Field(min_length=1)
     claims: list[EpsilonsClaim] = Field(default_factory=list)
 
 

@@ -118,7 +118,7 @@ def template(config: RunConfig) -> str:
     described: dict[str, list[Key]] = {}
     for key in keys():
         described.setdefault(key.name, []).append(key)
-    lines = ["# A run of fedsim. What is left out is at its default.", ""]
+    lines = ["# A run of fedsim. A key that is left out has its default.", ""]
     lines += _template_of(config.to_tree(), "", described)
     return "\n".join(lines).rstrip() + "\n"
 

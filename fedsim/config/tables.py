@@ -232,8 +232,9 @@ class Choice(ConfigTable):
         """
         # fedsim's own need no search of the directory, which would cost more than all the rest.
         with registry.current_directory_importable() if ":" in self.chosen else nullcontext():
-            thing = self.find()
-            instance = thing(**self.settings_for(thing, tuple(filled)), **accepted(thing, filled))
+            factory = self.find()
+            settings = self.settings_for(factory, tuple(filled))
+            instance = factory(**settings, **accepted(factory, filled))
         registry.require_kind(self.kind, instance, self.key(self.selector), self.chosen)
         return instance
 

@@ -52,7 +52,7 @@ class Arrays:
         Properties found in the examples instead of being declared (``mean`` and ``types`` of
         tables), and the split in which they were found.
     feature_names, class_names : tuple of str
-        See `Dataset`.
+        Names of the inputs, in order, and of the classes; empty if there are none.
     """
 
     train: Mapping[str, Array]

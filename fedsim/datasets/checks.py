@@ -33,9 +33,9 @@ def checked_split(
     ----------
     split : "train" or "test"
     arrays : mapping of name to array
-        See `Dataset.of`.
+        ``x`` and ``y``; ``mask`` and named columns, if there are any.
     layout : "auto" or "as-is"
-        See `Dataset.of`.
+        Whether floating-point arrays of 3 or 4 dimensions are read as images.
     where : str
         Name of the data in error messages.
     protected : bool

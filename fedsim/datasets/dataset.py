@@ -282,9 +282,9 @@ class Dataset:
             Whether to accept training examples whose numbers are not finite, or whose labels or
             tokens are out of range; see `load`.
         found_in : mapping of str to str
-            Other properties found in the examples; see `Dataset`.
+            Other properties found in the examples, each with its split: "train" or "test".
         feature_names, class_names : sequence of str
-            See `Dataset`.
+            Names of the inputs, in order, and of the classes; empty if there are none.
 
         Raises
         ------

@@ -88,11 +88,11 @@ def load(
     kind = kind_of(name)
     construction = {**offered, "path": name} if kind == "files" else offered
     with registry.current_directory_importable():
-        thing: Any = registry.find("data", kind, "data.name")
-        has_settings = dataclasses.is_dataclass(thing) and ":" not in name
+        factory: Any = registry.find("data", kind, "data.name")
+        has_settings = dataclasses.is_dataclass(factory) and ":" not in name
         table = "data" if has_settings else "data.options"
-        arguments = arguments_of(thing, name, settings, table, tuple(construction))
-        dataset = thing(**arguments, **accepted(thing, construction))
+        arguments = arguments_of(factory, name, settings, table, tuple(construction))
+        dataset = factory(**arguments, **accepted(factory, construction))
         if not isinstance(dataset, Dataset) and callable(dataset):
             dataset = dataset(**complete_arguments(dataset, name, offered))
     if not isinstance(dataset, Dataset):
@@ -278,7 +278,7 @@ def inputs_of(name: str, value: Any, features: Sequence[str]) -> npt.NDArray[Any
     value : array, tensor, nested lists, data frame, mapping of name to column, or path
         The path is that of a CSV file. Columns that are not inputs are ignored.
     features : sequence of str
-        See `Dataset.feature_names`.
+        Names of the inputs, in order; empty if they have none.
 
     Raises
     ------

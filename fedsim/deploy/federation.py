@@ -221,8 +221,8 @@ class Federation:
             raise FedsimError(
                 f"{directory} already contains a federation; choose another directory."
             )
-        parties = [directory / "authority", self.superlink, self.operator, self.runs]
-        for path in (*parties, *map(self.node, range(self.nodes))):
+        folders = [directory / "authority", self.superlink, self.operator, self.runs]
+        for path in (*folders, *map(self.node, range(self.nodes))):
             if os.path.lexists(path):
                 raise FedsimError(
                     f"{directory} contains '{path.name}', which a federation would write to; "

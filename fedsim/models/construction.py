@@ -79,13 +79,13 @@ def build(
     # restores its state afterwards. No devices: models are built on the CPU.
     with torch.random.fork_rng(devices=[]), registry.current_directory_importable():
         torch.default_generator.manual_seed(int(draws.integers(2**63)))
-        thing: Any = registry.find("model", name, "model.name")
+        factory: Any = registry.find("model", name, "model.name")
         about = (tuple(input_shape), num_classes, vocabulary)
         offered: dict[str, Any] = dict(zip(OFFERED, about, strict=True))
-        has_settings = dataclasses.is_dataclass(thing) and ":" not in name
+        has_settings = dataclasses.is_dataclass(factory) and ":" not in name
         table = "model" if has_settings else "model.options"
-        arguments = arguments_of(thing, name, settings, table, OFFERED)
-        model: Any = thing(**arguments, **accepted(thing, offered))
+        arguments = arguments_of(factory, name, settings, table, OFFERED)
+        model: Any = factory(**arguments, **accepted(factory, offered))
         is_recipe = dataclasses.is_dataclass(model) and not isinstance(model, nn.Module)
         if is_recipe:
             sizes = complete_arguments(model, name, offered)

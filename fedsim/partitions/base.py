@@ -161,9 +161,9 @@ class Partition(ABC):
                 f"partition.name names {type(self).__name__}, whose deal gives a "
                 f"{type(parts).__name__}; it must give the positions of each client's examples."
             )
-        dealt = [np.sort(np.asarray(indices)) for indices in parts]
-        _require_disjoint(dealt, len(examples), type(self).__name__)
-        return [indices.astype(np.int64, copy=False) for indices in dealt]
+        by_client = [np.sort(np.asarray(indices)) for indices in parts]
+        _require_disjoint(by_client, len(examples), type(self).__name__)
+        return [indices.astype(np.int64, copy=False) for indices in by_client]
 
     def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
         """Positions of each client's test examples; None if columns do not say who owns them.
@@ -194,13 +194,15 @@ class Partition(ABC):
         """
 
 
-def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
+def _require_disjoint(by_client: Sequence[Indices], count: int, name: str) -> None:
     """Refuse positions outside 0 .. count - 1, and positions that occur twice."""
     covered = np.zeros(count, dtype=np.bool_)
     total = 0
     # In blocks of clients: one call per client is slow, and one concatenation copies everything.
-    for first in range(0, len(dealt), CLIENTS_AT_A_TIME):
-        clients = [indices for indices in dealt[first : first + CLIENTS_AT_A_TIME] if indices.size]
+    for first in range(0, len(by_client), CLIENTS_AT_A_TIME):
+        clients = [
+            indices for indices in by_client[first : first + CLIENTS_AT_A_TIME] if indices.size
+        ]
         if not clients:
             continue
         positions = np.concatenate(clients)
@@ -319,8 +321,8 @@ def hold_out(
             f"examples; it must hold out at least 1 and at most {len(free)}, "
             f"{'all but one' if owners is None else 'all but one of each owner'}."
         )
-    held = np.sort(free[:count])
-    return np.setdiff1d(np.arange(examples), held, assume_unique=True), held
+    held_out = np.sort(free[:count])
+    return np.setdiff1d(np.arange(examples), held_out, assume_unique=True), held_out
 
 
 Counts = npt.NDArray[np.int64]

@@ -78,7 +78,7 @@ class ByOwner(Partition):
             )
 
     def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
-        """See `Partition`; None if test examples have no column of owners."""
+        """Positions of each client's test examples; None if these have no column of owners."""
         if self.column not in test_columns:
             return None
         return self._positions_by_owner(self.owners(columns), test_columns[self.column])

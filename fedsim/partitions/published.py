@@ -191,10 +191,10 @@ class InterpolatedPathological(Partition):
                 [indices[places] for indices, places in zip(by_client, exchanged, strict=True)]
             )
         )
-        dealt = np.split(pool, np.cumsum([len(places) for places in exchanged])[:-1])
+        received_parts = np.split(pool, np.cumsum([len(places) for places in exchanged])[:-1])
         return [
             np.concatenate([np.delete(indices, places), received])
-            for indices, places, received in zip(by_client, exchanged, dealt, strict=True)
+            for indices, places, received in zip(by_client, exchanged, received_parts, strict=True)
         ]
 
     def _pathological(self, labels: Indices, generator: np.random.Generator) -> list[Indices]:

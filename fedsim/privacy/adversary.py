@@ -175,7 +175,7 @@ def _largest_cohorts(entries: Sequence[Entry], delta: float) -> tuple[dict[Event
     -------
     sizes : dict of Event to float
     delta : float
-        What is left of delta.
+        The rest of delta.
     """
     declared = {entry.event for entry in entries if entry.declared_by_user}
     rounds = Counter(entry.event for entry in entries)

@@ -61,7 +61,7 @@ class RunLock:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / MARKER
-        self._held: int | None = None
+        self._descriptor: int | None = None
 
     def take(self) -> bool:
         """Create the marker if it does not exist, and lock it.
@@ -84,7 +84,7 @@ class RunLock:
             # The holder removed the file between our opening and locking it: what we locked no
             # longer has this name. Open it again.
             os.close(descriptor)
-        self._held = descriptor
+        self._descriptor = descriptor
         if not os.fstat(descriptor).st_size:
             os.write(descriptor, json.dumps({"format": RUN_FORMAT}).encode() + b"\n")
         return True
@@ -102,12 +102,12 @@ class RunLock:
 
     def release(self, *, remove: bool = False) -> None:
         """Unlock; with ``remove``, also delete the marker (first, while no other can lock it)."""
-        if self._held is None:
+        if self._descriptor is None:
             return
         if remove:
             self.path.unlink(missing_ok=True)
-        os.close(self._held)
-        self._held = None
+        os.close(self._descriptor)
+        self._descriptor = None
 
     def _still_named(self, descriptor: int) -> bool:
         try:

@@ -235,14 +235,14 @@ class QuantileError(NumberLoss):
         return torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)
 
 
-def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -> Loss:
+def loss_of(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> Loss:
     """Make a loss from a class or from a function of outputs and targets.
 
     Parameters
     ----------
     name : str
         Name of the loss, for error messages.
-    thing : callable
+    factory : callable
         The class or function.
     settings : mapping of str to value
         Arguments of the class's constructor, or further keyword arguments of the function.
@@ -252,7 +252,7 @@ def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -
     FedsimError
         If objects of the class are not callable.
     """
-    made: Any = with_settings(thing, settings)
+    made: Any = with_settings(factory, settings)
     if not callable(made):
         raise FedsimError(
             f"task.loss is '{name}', whose objects cannot be called; it must be a function of "
@@ -261,8 +261,8 @@ def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -
     return made  # type: ignore[no-any-return]
 
 
-def with_settings(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+def with_settings(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
     """An object of a class with these settings, or a function with them bound to it."""
-    if isinstance(thing, type):
-        return thing(**settings)
-    return partial(thing, **settings) if settings else thing
+    if isinstance(factory, type):
+        return factory(**settings)
+    return partial(factory, **settings) if settings else factory

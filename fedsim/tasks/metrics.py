@@ -228,11 +228,11 @@ def by_label(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return like_targets(outputs, targets).reshape(columns), targets.reshape(columns)
 
 
-def metric_of(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:
+def metric_of(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:
     """Make a metric from a subclass of `Metric`, or as the mean of a function over examples.
 
     The function takes outputs, targets and the settings as keywords, and returns one number per
     example, ``[B]``. Objects of any other class are used as such a function.
     """
-    made = with_settings(thing, settings)
+    made = with_settings(factory, settings)
     return made if isinstance(made, Metric) else MeanOf(made)

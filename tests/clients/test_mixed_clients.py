@@ -40,7 +40,7 @@ class Centred(SGD):
         return state["theta"] - state["theta"].mean(0)
 
 
-class Told(SGD):
+class ServerRate(SGD):
     def report(self, state):
         return {"largest": state["theta"].amax().expand(len(state["theta"]))}
 
@@ -62,7 +62,7 @@ class Remembered(SGD):
         return state["theta"]
 
 
-class Sending(Scaffold):
+class SendsVectors(Scaffold):
     def send(self, state):
         return {"control": state["change"].flip(0)}
 
@@ -100,8 +100,8 @@ def check(algorithm: LocalAlgorithm, personal: bool = False) -> None:
 
 
 MIXED: list[LocalAlgorithm] = [
-    MeanOfBlock(1e-9), MeanOfBlock(50.0), Shared(0.1), Centred(0.1), Told(0.1), Remembered(0.1),
-    Sending(0.1), Proximal(MeanOfBlock(0.1), 0.5),
+    MeanOfBlock(1e-9), MeanOfBlock(50.0), Shared(0.1), Centred(0.1), ServerRate(0.1),
+    Remembered(0.1), SendsVectors(0.1), Proximal(MeanOfBlock(0.1), 0.5),
 ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_missing_files_end_with_the_three_cures_and_download_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-class Kept:
+class Remote:
     """Stands in for torchvision's CIFAR10, which checks its files' sums."""
 
     asked: ClassVar[list[tuple[str, bool, bool]]] = []
@@ -141,8 +141,8 @@ class Kept:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
-    class Fresh(Kept):
+def remote(monkeypatch: pytest.MonkeyPatch) -> type[Remote]:
+    class Fresh(Remote):
         asked: ClassVar[list[tuple[str, bool, bool]]] = []
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Fresh)
@@ -151,18 +151,21 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
 
 @pytest.mark.parametrize("download", [False, True])
 def test_torchvision_may_download_only_when_asked_to(
-    tmp_path: Path, kept: type[Kept], download: bool
+    tmp_path: Path, remote: type[Remote], download: bool
 ) -> None:
     data = load("cifar10", directory=tmp_path, download=download)
-    assert kept.asked == [(str(tmp_path), True, download), (str(tmp_path), False, download)]
+    assert remote.asked == [
+        (str(tmp_path), True, download),
+        (str(tmp_path), False, download),
+    ]
     assert data.train.x.shape == (6, 3, 32, 32)
     assert data.train.y.tolist() == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_download_that_fails_says_why_and_what_else_there_is(
-    tmp_path: Path, kept: type[Kept]
+    tmp_path: Path, remote: type[Remote]
 ) -> None:
-    kept.error = URLError("no route to host")
+    remote.error = URLError("no route to host")
     with pytest.raises(FedsimError, match=r"failed \(.*no route to host.*\); set data\.dir"):
         load("cifar10", directory=tmp_path, download=True)
 

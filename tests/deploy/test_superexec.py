@@ -68,7 +68,7 @@ class Forker:
         self.process.wait()
 
 
-def said(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
@@ -91,43 +91,43 @@ def test_tasks_that_come_together_are_each_run_in_a_process_of_its_own(tmp_path)
     paths = [tmp_path / str(number) for number in range(5)]
     with Forker(0) as forker:
         forker.ask(*(("quick", path) for path in paths))
-        wait(lambda: all(said(path)[-1:] == ["done"] for path in paths))
-    assert len({said(path)[0] for path in paths} | {f"pid {forker.process.pid}"}) == 6
+        wait(lambda: all(lines_of(path)[-1:] == ["done"] for path in paths))
+    assert len({lines_of(path)[0] for path in paths} | {f"pid {forker.process.pid}"}) == 6
 
 
 def test_a_task_that_takes_too_long_hears_so_and_can_answer(tmp_path):
     with Forker(0.3) as forker:
         forker.ask(("listen", tmp_path / "said"))
-        wait(lambda: said(tmp_path / "said")[-1:] == ["done"])
-    assert said(tmp_path / "said")[1] == "this node ends a task after 0.3 s"
+        wait(lambda: lines_of(tmp_path / "said")[-1:] == ["done"])
+    assert lines_of(tmp_path / "said")[1] == "this node ends a task after 0.3 s"
 
 
 def test_a_task_that_does_not_listen_is_killed_and_the_next_is_run(tmp_path):
     with Forker(0.3) as forker:
         forker.ask(("deaf", tmp_path / "deaf"))
-        wait(lambda: said(tmp_path / "deaf"))
-        wait(lambda: not alive(said(tmp_path / "deaf")[0]))
+        wait(lambda: lines_of(tmp_path / "deaf"))
+        wait(lambda: not alive(lines_of(tmp_path / "deaf")[0]))
         forker.ask(("quick", tmp_path / "quick"))
-        wait(lambda: said(tmp_path / "quick")[-1:] == ["done"])
-    assert "done" not in said(tmp_path / "deaf")
+        wait(lambda: lines_of(tmp_path / "quick")[-1:] == ["done"])
+    assert "done" not in lines_of(tmp_path / "deaf")
 
 
 def test_tasks_end_when_nobody_is_there_to_ask_for_more(tmp_path):
     with Forker(0) as forker:
         forker.ask(("long", tmp_path / "said"))
-        wait(lambda: said(tmp_path / "said"))
+        wait(lambda: lines_of(tmp_path / "said"))
         forker.socket.close()
         assert forker.process.wait(20) == 0
-        wait(lambda: not alive(said(tmp_path / "said")[0]))
+        wait(lambda: not alive(lines_of(tmp_path / "said")[0]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 def test_tasks_do_not_outlive_a_forker_that_is_killed(tmp_path):
     with Forker(0) as forker:
         forker.ask(("long", tmp_path / "said"))
-        wait(lambda: said(tmp_path / "said"))
+        wait(lambda: lines_of(tmp_path / "said"))
         forker.process.kill()
-        wait(lambda: not alive(said(tmp_path / "said")[0]))
+        wait(lambda: not alive(lines_of(tmp_path / "said")[0]))
 
 
 def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch, tmp_path):

@@ -28,12 +28,12 @@ class Nights(InclusionSampler):
         return np.full(50, self.rates[round % len(self.rates)])
 
 
-def there(round: int, clients: npt.NDArray[np.int64], every: int) -> npt.NDArray[np.bool_]:
+def every_few(round: int, clients: npt.NDArray[np.int64], every: int) -> npt.NDArray[np.bool_]:
     return clients % every == 0
 
 
 def replying(every: object) -> Availability:
-    return Availability(replying=partial(there, every=every))
+    return Availability(replying=partial(every_few, every=every))
 
 
 def release_of(**changed: object) -> str | None:

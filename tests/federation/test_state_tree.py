@@ -217,8 +217,8 @@ class Unwilling:
 def test_a_restore_that_fails_half_way_leaves_the_strategy_as_it_was():
     def made() -> DPFedAvg:
         return DPFedAvg(
-            mechanism=QuantileClipping(initial_clip_norm=0.2, bit_noise=0.2), cohort=Apart(CLIENTS),
-            noise_multiplier=1.0, seed=4, server_optimizer=Unwilling(),
+            mechanism=QuantileClipping(initial_clip_norm=0.2, bit_noise=0.2),
+            cohort=Spaced(CLIENTS), noise_multiplier=1.0, seed=4, server_optimizer=Unwilling(),
         )  # fmt: skip
 
     half = made()
@@ -293,7 +293,7 @@ def test_a_tree_comes_back_from_tensors_and_text_as_it_was():
             split_tree(bad)
 
 
-class Apart(Cohort):
+class Spaced(Cohort):
     """Three clients of those who were asked least often, as a trace remembers it."""
 
     name, expected_size = "apart", 3.0
@@ -322,9 +322,9 @@ class Apart(Cohort):
 
 @pytest.mark.parametrize("remembers", [True, False])
 def test_a_sampler_goes_on_from_what_it_remembers(remembers, monkeypatch):
-    shared = Apart(CLIENTS)
+    shared = Spaced(CLIENTS)
     if not remembers:
-        monkeypatch.setattr(Apart, "restore", lambda self, state: None)
+        monkeypatch.setattr(Spaced, "restore", lambda self, state: None)
 
     def made() -> DPFedAvg:
         return DPFedAvg(mechanism=Clipping(1.0), cohort=shared, noise_multiplier=1.0, seed=4)

@@ -29,12 +29,12 @@ SCHEDULE = [("raises", ()), *((fault, who) for fault in FAULTS for who in WHO.va
 TASK_SECONDS = 20.0
 
 
-def told(schedule) -> str:
+def as_setting(schedule) -> str:
     return ",".join(f"{fault}:{'.'.join(map(str, who))}" for fault, who in schedule)
 
 
 def run(grid, schedule, out: Path) -> list:
-    config = {"schedule": told(schedule), "out": str(out)}
+    config = {"schedule": as_setting(schedule), "out": str(out)}
     importlib.import_module("treacherous.server_app").app(
         grid, Context(1, 0, {}, RecordDict(), config)
     )
@@ -54,7 +54,7 @@ def expected(schedule, directory: Path) -> list:
     """What local gives when the same clients merely raise: their number, and the model's bytes."""
     trainer = importlib.import_module("treacherous.trainer").trainer_for
     quiet = [("raises", who) for _, who in schedule]
-    rows = run(LocalGrid(trainer(told(quiet))), quiet, directory / "expected")
+    rows = run(LocalGrid(trainer(as_setting(quiet))), quiet, directory / "expected")
     counts = [(CLIENTS, CLIENTS - len(who), len(who)) for _, who in schedule]
     assert [tuple(row[:3]) for row in rows] == counts
     assert len({row[3] for row in rows}) == len(schedule)
@@ -66,7 +66,7 @@ def test_local_in_blocks_of_any_size(tmp_path, block_size):
     wanted = expected(SCHEDULE, tmp_path)
     trainer_for = importlib.import_module("treacherous.trainer").trainer_for
     assert (
-        run(LocalGrid(trainer_for(told(SCHEDULE), block_size)), SCHEDULE, tmp_path / "rows")
+        run(LocalGrid(trainer_for(as_setting(SCHEDULE), block_size)), SCHEDULE, tmp_path / "rows")
         == wanted
     )
 
@@ -75,7 +75,7 @@ def test_local_in_blocks_of_any_size(tmp_path, block_size):
 def test_local_by_messages_and_clients_that_hang(tmp_path):
     app = importlib.import_module("treacherous.client_app").app
     schedule = [*SCHEDULE, ("hangs", (4,)), ("raises", ())]
-    config = {"schedule": told(schedule), "seconds": 5.0}
+    config = {"schedule": as_setting(schedule), "seconds": 5.0}
     grid = LocalGrid(app, num_nodes=CLIENTS, run_config=config)
     assert run(grid, schedule, tmp_path / "rows") == expected(schedule, tmp_path)
 
@@ -84,7 +84,7 @@ def test_local_by_messages_and_clients_that_hang(tmp_path):
 def test_processes_of_this_machine_and_those_that_are_killed(tmp_path):
     trainer_for = importlib.import_module("treacherous.trainer").trainer_for
     schedule = [*SCHEDULE, ("dies", (2,)), ("dies", (1, 4)), ("raises", ())]
-    with LocalGrid(trainer_for(told(schedule)), workers=2) as grid:
+    with LocalGrid(trainer_for(as_setting(schedule)), workers=2) as grid:
         assert run(grid, schedule, tmp_path / "rows") == expected(schedule, tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_ray_and_workers_that_are_killed_or_hang(tmp_path):
     cloudpickle.register_pickle_by_value(module)
     schedule = [*SCHEDULE, ("dies", (2,)), ("dies", (1, 4)), ("raises", ())]
     with RayGrid(
-        module.trainer_for(told(schedule)), workers=2, cpus_per_worker=0.1, retries=1
+        module.trainer_for(as_setting(schedule)), workers=2, cpus_per_worker=0.1, retries=1
     ) as grid:
         assert run(grid, schedule, tmp_path / "rows") == expected(schedule, tmp_path)
 
@@ -110,7 +110,7 @@ def test_flowers_simulation_and_clients_that_hang_or_die(tmp_path):
         run_id = simulation.operator.submit(
             APP,
             federation_config=federation_config(CLIENTS, 1, 0),
-            run_config=f'out="{out}" schedule="{told(schedule)}" seconds={TASK_SECONDS}',
+            run_config=f'out="{out}" schedule="{as_setting(schedule)}" seconds={TASK_SECONDS}',
         )
         status = simulation.operator.follow(run_id)
         assert status == "finished:completed", simulation.operator.log(run_id)
@@ -132,7 +132,7 @@ def test_a_deployment_and_clients_that_hang_or_are_killed(tmp_path, monkeypatch)
             replace(party, task_seconds=TASK_SECONDS).save()
         rehearsal.start_all()
         server, client = APPS
-        config = {"out": str(out), "schedule": told(schedule)}
+        config = {"out": str(out), "schedule": as_setting(schedule)}
         app = write_app(tmp_path / "app", config, server_app=server, client_app=client)
         run_id = rehearsal.operator.submit(app)
         status = rehearsal.operator.follow(run_id, rehearsal.tend)

@@ -146,7 +146,7 @@ def test_a_mapping_is_no_config() -> None:
         fedsim.run({"rounds": 1})
 
 
-class Dealing(IID):
+class OwnPartition(IID):
     """Deals what it was told to."""
 
     dealt: Sequence[Any]
@@ -169,7 +169,7 @@ class Dealing(IID):
 def test_a_partition_of_ones_own_deals_each_example_to_one_client(
     dealt: list[list[float]], sentence: str
 ) -> None:
-    partition = Dealing(3)
+    partition = OwnPartition(3)
     object.__setattr__(partition, "dealt", [np.array(indices) for indices in dealt])
     with pytest.raises(FedsimError, match=sentence):
         fedsim.run(CONFIG, partition=partition)

@@ -110,7 +110,7 @@ def test_no_unkeyed_digest_of_the_examples_is_written(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Given(Partition):
+class Listed(Partition):
     """Holds whose each example is, which belongs to the clients."""
 
     owners: Any = None
@@ -131,7 +131,7 @@ def released(owners: Any, classes: int = 3, width: int = 6, **settings: int) -> 
     }
     test = {"x": train["x"][:6], "y": np.arange(6) % 3}
     objects = ObjectOverrides(
-        data=Dataset.of("mine", train, test), partition=Given(owners=owners, **settings)
+        data=Dataset.of("mine", train, test), partition=Listed(owners=owners, **settings)
     )
     return resolve(PRIVATE, objects).release
 
@@ -156,17 +156,17 @@ def test_a_run_is_resumed_with_the_objects_that_it_began_with(
     config = PRIVATE.replace(**{"noise.entropy": entropy})
     owners = np.arange(40) % 4
     out, begun = tmp_path / "run", data()
-    fedsim.run(config, out=out, data=begun, partition=Given(owners=owners))
-    given: dict[str, Any] = {"data": begun, "partition": Given(owners=owners)}
+    fedsim.run(config, out=out, data=begun, partition=Listed(owners=owners))
+    given: dict[str, Any] = {"data": begun, "partition": Listed(owners=owners)}
     if other == "examples":
         given["data"] = data(2)
     elif other == "number":
         given["data"] = replace(begun, train=begun.train[:39])
-        given["partition"] = Given(owners=owners[:39])
+        given["partition"] = Listed(owners=owners[:39])
     else:
-        given["partition"] = Given(owners=owners[::-1].copy())
+        given["partition"] = Listed(owners=owners[::-1].copy())
     longer = config.replace(rounds=2)
     with pytest.raises(FedsimError, match="that it began with"):
         fedsim.run(longer, out=out, resume=True, **given)
-    on = fedsim.run(longer, out=out, resume=True, data=data(), partition=Given(owners=owners))
+    on = fedsim.run(longer, out=out, resume=True, data=data(), partition=Listed(owners=owners))
     assert on.privacy.cost.releases == 2

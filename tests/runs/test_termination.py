@@ -122,15 +122,15 @@ def test_a_command_that_is_asked_to_end_accounts_for_nothing_after_the_round(
     append = MetricsFile.append
     signalled = []
 
-    def asked(*_: object) -> None:
+    def fails(*_: object) -> None:
         raise AssertionError("the run had been asked to end")
 
     def then_signal(file: MetricsFile, row: Row) -> None:
         append(file, row)
         if row["round"] == 2 and not signalled:
             signalled.append(file.path.parent)
-            monkeypatch.setattr(Statement, "of", asked)
-            monkeypatch.setattr(Accountant, "cost", asked)
+            monkeypatch.setattr(Statement, "of", fails)
+            monkeypatch.setattr(Accountant, "cost", fails)
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(MetricsFile, "append", then_signal)

@@ -129,7 +129,7 @@ def examples(kind: str, seed: int, n: int = 60) -> tuple[Tensor, Tensor]:
     return z, torch.randn(n, 4, generator=generator)
 
 
-def seen(metric: Metric, z: Tensor, y: Tensor, cuts: list[int]) -> float:
+def value_in_parts(metric: Metric, z: Tensor, y: Tensor, cuts: list[int]) -> float:
     """The metric of pieces, merged as a tree that leans to the right."""
     states = [
         metric.update(metric.init(), a, b)
@@ -163,9 +163,9 @@ def test_a_metric_is_the_same_number_however_examples_are_cut_and_ordered(
     metric, _, kind = case
     z, y = examples(kind, seed)
     whole = metric.finish(metric.update(metric.init(), z, y))
-    assert seen(metric, z, y, sorted(cuts)) == whole
+    assert value_in_parts(metric, z, y, sorted(cuts)) == whole
     order = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))
-    assert seen(metric, z[order], y[order], sorted(cuts)) == whole
+    assert value_in_parts(metric, z[order], y[order], sorted(cuts)) == whole
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=64), max_size=30))

@@ -294,7 +294,7 @@ def test_slots_and_the_keywords_of_a_partial_are_put_back() -> None:
     ids=lambda kept: type(kept).__name__,
 )
 def test_what_is_written_into_any_container_is_seen(kept: Any) -> None:
-    class Keeping(nn.Module):
+    class KeepsState(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.kept = nn.Linear(2, 2), copy.deepcopy(kept)
@@ -303,7 +303,7 @@ def test_what_is_written_into_any_container_is_seen(kept: Any) -> None:
             self.kept["largest" if isinstance(self.kept, dict) else 0] = 7
             return self.layer(x)
 
-    model = Keeping()
+    model = KeepsState()
     state = OwnState(model, CrossEntropy())
     with state.restored():
         assert state.changed == []

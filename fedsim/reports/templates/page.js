@@ -96,8 +96,8 @@
       this.unit = unitOf(spec);
       this.tip = element("div", plot.parentElement, "tip");
       this.tip.hidden = true;
-      this.said = element("div", plot.parentElement, "unseen");
-      this.said.setAttribute("aria-live", "polite");
+      this.announcer = element("div", plot.parentElement, "unseen");
+      this.announcer.setAttribute("aria-live", "polite");
       plot.addEventListener("pointerleave", () => this.leave());
       plot.addEventListener("blur", () => this.leave());
       this.width = 0;
@@ -127,20 +127,20 @@
 
     show(left, lines) {
       this.tip.replaceChildren();
-      const said = [];
+      const phrases = [];
       for (const [index, line] of lines.entries()) {
         const row = element("div", this.tip, index ? "" : "head");
         if (line.key !== undefined) row.append(swatch(line.key, line.reference));
         element("span", row, "", line.name);
         if (line.value !== undefined) element("b", row, "", line.value);
-        said.push(`${line.name} ${line.value ?? ""}`);
+        phrases.push(`${line.name} ${line.value ?? ""}`);
       }
       this.tip.hidden = false;
       const plot = this.plot, room = plot.clientWidth, wide = this.tip.offsetWidth;
       const place = left + 14 + wide > room ? left - wide - 14 : left + 14;
       this.tip.style.left = `${plot.offsetLeft + Math.min(Math.max(place, 0), Math.max(room - wide, 0))}px`;
       this.tip.style.top = `${plot.offsetTop + 24}px`;
-      return said.join(", ");
+      return phrases.join(", ");
     }
   }
 
@@ -388,7 +388,7 @@
       if (!inside.length) return;
       const now = this.cursor === null ? (by > 0 ? -1 : inside.length) : inside.indexOf(nearest(inside, this.cursor));
       const next = inside[Math.max(0, Math.min(inside.length - 1, now + by))];
-      this.said.textContent = this.point(next);
+      this.announcer.textContent = this.point(next);
     }
 
     point(x) {
@@ -435,7 +435,7 @@
         const x = event.clientX - plot.getBoundingClientRect().left - this.box.left;
         this.choose(Math.floor((x / (this.box.right - this.box.left)) * spec.values.length));
       });
-      arrows(plot, (by) => { this.said.textContent = this.choose(this.chosen + by) ?? ""; });
+      arrows(plot, (by) => { this.announcer.textContent = this.choose(this.chosen + by) ?? ""; });
       this.draw();
     }
 

@@ -43,7 +43,7 @@ for workers in sys.argv[2].split(","):
 """
 
 
-def said(device: str, *arguments: str) -> list[str]:
+def output_of(device: str, *arguments: str) -> list[str]:
     environment = os.environ if device == "gpu" else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, device, *arguments],
@@ -54,7 +54,7 @@ def said(device: str, *arguments: str) -> list[str]:
 
 @needs_a_fake_gpu
 def test_a_path_without_autograd_trains_in_workers() -> None:
-    one, two = said("gpu", "1,2", "client.path=layered", *CLIENTS)
+    one, two = output_of("gpu", "1,2", "client.path=layered", *CLIENTS)
     assert one == two
     assert one.startswith("True")
 
@@ -62,12 +62,12 @@ def test_a_path_without_autograd_trains_in_workers() -> None:
 @needs_a_fake_gpu
 @pytest.mark.parametrize("settings", [["client.path=plain", *CLIENTS], EXAMPLES])
 def test_workers_that_could_not_differentiate_are_refused(settings: list[str]) -> None:
-    one, two = said("gpu", "1,2", *settings)
+    one, two = output_of("gpu", "1,2", *settings)
     assert one.startswith("True")
     assert two.startswith("engine.workers is 2, and torch cannot compute gradients in processes")
 
 
 def test_without_a_gpu_workers_differentiate() -> None:
-    one, two = said("none", "1,2", "client.path=plain", *CLIENTS)
+    one, two = output_of("none", "1,2", "client.path=plain", *CLIENTS)
     assert one == two
     assert one.startswith("True")

@@ -41,7 +41,7 @@ D = 7
 
 
 @dataclass
-class Deeds(BlockTrainer):
+class Faulty(BlockTrainer):
     """Client k sends a vector of its own; some end their process, hang, raise or exit."""
 
     population: int = 30
@@ -57,12 +57,12 @@ class Deeds(BlockTrainer):
         for start in range(0, len(client_ids), 4):
             ids = client_ids[start : start + 4]
             for client in ids.tolist():
-                self._deed(client)
+                self._misbehave(client)
             rows = torch.stack([torch.sin(vector * (k + 1) + round) for k in ids.tolist()])
             rows[np.isin(ids, list(self.poisons))] = torch.nan
             yield Block.sent(ids, rows, {"num-examples": ids + 1.0, "loss": ids / 7.0})
 
-    def _deed(self, client):
+    def _misbehave(self, client):
         if client in self.hangs:
             time.sleep(60)
         if client in self.raises:
@@ -122,30 +122,30 @@ MECHANISMS = {
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_gives_the_bytes_of_one_process(name, workers):
     mechanism, noise = MECHANISMS[name]
-    with LocalGrid(Deeds(), workers=workers) as grid:
-        assert run(grid, mechanism, noise) == run(LocalGrid(Deeds()), mechanism, noise)
+    with LocalGrid(Faulty(), workers=workers) as grid:
+        assert run(grid, mechanism, noise) == run(LocalGrid(Faulty()), mechanism, noise)
 
 
 def test_clients_shares_have_the_bytes_of_one_process():
-    with LocalGrid(Deeds(), workers=2) as grid:
+    with LocalGrid(Faulty(), workers=2) as grid:
         shared = run(grid, placement="client")
-    assert shared == run(LocalGrid(Deeds()), placement="client")
+    assert shared == run(LocalGrid(Faulty()), placement="client")
 
 
 def test_a_worker_that_dies_is_replaced_and_its_clients_trained_again(tmp_path):
-    trainer = Deeds(dies=frozenset(range(10)), once=str(tmp_path / "died"))
+    trainer = Faulty(dies=frozenset(range(10)), once=str(tmp_path / "died"))
     with LocalGrid(trainer, workers=2) as grid:
-        assert run(grid) == run(LocalGrid(Deeds()))
+        assert run(grid) == run(LocalGrid(Faulty()))
     assert (tmp_path / "died").exists()
 
 
 @pytest.mark.parametrize("fault", slow_but(4, ["raises", "exits", "dies", "poisons", "hangs"]))
 def test_clients_that_fail_take_nobody_with_them(fault):
     failing = frozenset({3, 8})
-    with LocalGrid(Deeds(**{fault: failing}), workers=2) as grid:
+    with LocalGrid(Faulty(**{fault: failing}), workers=2) as grid:
         timeout = 0.5 if fault == "hangs" else 60.0
         weights, reports, _ = run(grid, rounds=2, timeout=timeout)
-    expected, expected_reports, _ = run(LocalGrid(Deeds(raises=failing)), rounds=2)
+    expected, expected_reports, _ = run(LocalGrid(Faulty(raises=failing)), rounds=2)
     assert weights == expected
     reason = {
         "raises": "raised",
@@ -161,7 +161,7 @@ def test_clients_that_fail_take_nobody_with_them(fault):
     assert any(reasons for _, reasons in reports)
 
 
-class Deviceless(Deeds):
+class Deviceless(Faulty):
     """Cannot be copied into a worker."""
 
     def copy_for(self, device):
@@ -181,7 +181,7 @@ def test_messages_made_of_the_replies_carry_each_clients_parameters():
         strategy = DPFedAvg(
             mechanism=Clipping(0.5), cohort=FixedCohort(20, 30), noise_multiplier=1.0, seed=1
         )
-        with LocalGrid(Deeds(), workers=workers) as grid:
+        with LocalGrid(Faulty(), workers=workers) as grid:
             asked = strategy.configure_train(1, initial, _no_config(), grid)
             messages = list(grid.send_and_receive(asked))
         updates[workers] = {
@@ -201,16 +201,16 @@ def test_a_round_that_nobody_finished_leaves_nothing_to_the_next():
     strategy = DPFedAvg(
         mechanism=Clipping(0.5), cohort=FixedCohort(20, 30), noise_multiplier=1.0, seed=2
     )
-    with LocalGrid(Deeds(), workers=2) as grid:
+    with LocalGrid(Faulty(), workers=2) as grid:
         initial = array_record({"w": torch.linspace(0, 1, D)})
         asked = strategy.configure_train(1, initial, _no_config(), grid)
         next(grid.send_and_receive(asked).blocks())
         grid._open = None
-        assert run(grid) == run(LocalGrid(Deeds()))
+        assert run(grid) == run(LocalGrid(Faulty()))
 
 
 def test_workers_end_with_their_grid():
-    grid = LocalGrid(Deeds(), workers=2)
+    grid = LocalGrid(Faulty(), workers=2)
     run(grid, rounds=1)
     pids = [worker.pid for worker in grid._crew.workers]
     grid.close()
@@ -222,9 +222,9 @@ def test_workers_end_with_their_grid():
 SCRIPT = """
     import sys
     sys.path[:0] = {paths!r}
-    from test_workers import Deeds, run
+    from test_workers import Faulty, run
     from fedsim.engines import LocalGrid
-    grid = LocalGrid(Deeds(hangs=frozenset(range(30)) if {hangs} else frozenset()), workers=2)
+    grid = LocalGrid(Faulty(hangs=frozenset(range(30)) if {hangs} else frozenset()), workers=2)
     if {hangs}:
         from fedsim.federation.engines import dispatch
         ask = dispatch.Dispatch._ask
@@ -245,7 +245,7 @@ def test_a_script_from_standard_input_needs_no_main_that_can_be_imported():
     done = subprocess.run(
         [sys.executable, "-"], input=script(False), capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.split() == [run(LocalGrid(Deeds()), rounds=1)[0]]
+    assert done.stdout.split() == [run(LocalGrid(Faulty()), rounds=1)[0]]
     assert "resource_tracker" not in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -325,7 +325,7 @@ def test_a_convolutions_work_counts_its_places():
 
 
 def test_workers_beside_a_gpu_are_refused_in_a_sentence():
-    grid = LocalGrid(Deeds(device=torch.device("cuda")), workers=2)
+    grid = LocalGrid(Faulty(device=torch.device("cuda")), workers=2)
     with pytest.raises(FedsimError, match=r"engine.workers is 2 on a cuda device; it must be 1"):
         run(grid)
 
