@@ -10,8 +10,6 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-__all__ = ["notebook_page"]
-
 MOST_SECONDS = 600  # of one cell
 
 Pictures = dict[str, bytes]

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from fedsim.partitions import Examples, Indices, Partition
 from fedsim.partitions.base import require_enough
 
-__all__ = ["CappedDirichlet", "NiidNetwork", "TwoClasses"]
-
 FEWEST = 10
 """Least number of examples per client; a split with fewer is drawn again."""
 
