@@ -47,6 +47,7 @@ def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> A
     if is_supported and isinstance(philox, np.random.Philox):
         compiled = _compiled()
         if compiled is not None:
+            # As numpy itself does: no other thread may draw until the state is written back.
             with philox.lock:
                 return _compiled_sums(compiled, philox, count, terms)
     draws = generator.standard_normal(count)

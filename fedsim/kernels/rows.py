@@ -8,7 +8,7 @@ import functools
 from fedsim.kernels.building import declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
-TILE = 4096
+TILE = 4096  # as in rows.c, which makes the same additions
 _POINTER = ctypes.c_void_p
 _BLOCK = (_POINTER, ctypes.c_ssize_t, ctypes.c_size_t, ctypes.c_size_t)
 _ARGUMENTS = {

@@ -79,6 +79,8 @@ class Block:
     usable: Tensor | None = None
 
     def __post_init__(self) -> None:
+        # Engines, nodes and users' trainers make blocks. In an inconsistent one a row could count
+        # for another client, or one client's failure for all.
         ids = self.client_ids
         _require_array("client_ids", ids, np.int64, None)
         n = len(ids)

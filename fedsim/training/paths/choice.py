@@ -159,6 +159,7 @@ class TrainedModel:
         dtype = packing.layout.dtype
         inputs, (x, y) = made_up_inputs(data, dtype), data.empty(dtype)
         draws = hidden_draws(model, inputs)
+        # A loss is computed in evaluation too, and from the same generator.
         if loss_draws(model, loss, inputs, y):
             draws = HiddenDraws(training=True, evaluation=True)
         reading = read(model.train(), loss, x, y, declared=not private)

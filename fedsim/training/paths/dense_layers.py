@@ -122,6 +122,7 @@ class DenseLayers:
         kernel = None if theta.is_cuda else self._kernel(x.shape[1], theta.dtype)
         if kernel is None or x.dtype != theta.dtype:
             return self._eager(theta, x, deltas, with_inputs)
+        # The kernel is given the stride from client to client; within one there may be no gaps.
         if theta.stride(1) != 1:
             theta = theta.contiguous()
         if x.stride()[1:] != (x.shape[2], 1):

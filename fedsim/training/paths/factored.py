@@ -72,6 +72,7 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
         if module.bias is not None and module.bias.requires_grad:
             names.append(f"{prefix}bias")
         layers.append((owner, module))
+    # A row is the layers' parts one after another, so that their order must be the layout's.
     return layers if names == [e.name for e in packing.layout.entries] else None
 
 
@@ -129,6 +130,8 @@ class PositionsPart(LinearPart):
         """Squared norms of centred and scaled rows, which are formed as precisely as in `sums`."""
         x, delta = self._doubles
         rows = self._dense_rows if self.is_formed else self._multiplied_out(x, delta)
+        # Rows of the terms' absolute values: rounding errors are relative to these, which may be
+        # much larger than their sum.
         magnitudes = rows if self.is_formed else self._multiplied_out(x.abs(), delta.abs())
         factor = rows.new_ones(()) if scale is None else scale.unsqueeze(-2)
         shifted = rows if center is None else rows - center.unsqueeze(-2)
@@ -249,6 +252,8 @@ class Hooked(GradientMethod):
         # With channels last, windows are gathered in runs of channels.
         if x.dim() == 4 and not x.is_cuda and takes_channels_last(self.model.modules()):
             x = channels_last(x)
+        # They need gradients only so that autograd records the layers' outputs: the backward pass
+        # ends at these, and no gradient of a parameter is computed.
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
         try:
             with torch.enable_grad():

@@ -225,6 +225,7 @@ class Program:
             return self.dense.gradient(theta, x.flatten(2), partial(losses.deltas, first=first))[0]
         of_layer = partial(gradients_by_name, compiled=self.compiled)
         rows = []
+        # One client at a time, for the same reason as in the stem (`_behind_stem`).
         for k in range(len(theta)):
             dense, convolved = self._convolved(theta[k : k + 1], x[k], losses, first + k, of_layer)
             by_name = {name: part for layer in convolved for name, part in layer.items()}

@@ -35,6 +35,8 @@ Words = npt.NDArray[np.uint64]
 """Vector of integers modulo 2^64: numpy's unsigned arithmetic wraps around."""
 
 KEY_BYTES = 32
+# Far above every secret: shares that do not fit together give a number below it at random, of which
+# only one in 2^265 could pass for a secret (`join_secret`).
 PRIME = 2**521 - 1
 SHARE_BYTES = 66
 """Length of a share, which is a number below `PRIME`."""
@@ -51,6 +53,7 @@ def context_of(run: str, server_round: int, nonce: bytes) -> bytes:
 
 def channel_purpose(context: bytes, sender: int, receiver: int) -> bytes:
     """Purpose of the key that seals one client's shares for another."""
+    # Each direction has a key of its own, since all sealed messages have one nonce.
     return b"|".join([context, b"channel", str(sender).encode(), str(receiver).encode()])
 
 
@@ -97,6 +100,7 @@ def numbers(record: Mapping[str, object], name: str) -> list[int]:
     """
     entries = record.get(name)
     listed: list[Any] = entries if isinstance(entries, list) else [None]
+    # By exact type: true and false are integers too.
     sound = all(type(entry) is int and 0 <= entry < 2**63 for entry in listed)
     if not sound or len(set(listed)) != len(listed) or len(listed) > MOST_CLIENTS:
         raise FedsimError(f"'{name}' of a message of secure aggregation is not a list of clients.")
@@ -164,6 +168,7 @@ def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
     """
     try:
         other_key = X25519PublicKey.from_public_bytes(public)
+        # Raises for a point of small order as well, with which everybody knows the common key.
         common = X25519PrivateKey.from_private_bytes(private).exchange(other_key)
     except ValueError:
         raise FedsimError("a public key of secure aggregation is invalid.") from None
@@ -212,6 +217,7 @@ def split_secret(secret: bytes, threshold: int, count: int) -> list[int]:
     shares = []
     for point in range(1, count + 1):
         value = 0
+        # Horner's rule; the constant term, added last, is the secret.
         for coefficient in coefficients:
             value = (value * point + coefficient) % PRIME
         shares.append((value * point + int.from_bytes(secret)) % PRIME)
