@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation import strategy_state
-from fedsim.federation.accounting import Accounting, Placement
+from fedsim.federation.accounting import Accounting
 from fedsim.federation.aggregation.server_sum import (
     Aggregation,
     AggregationSettings,
@@ -69,7 +69,6 @@ class PrivateRounds(ResumableStrategy):
 
     plan: ReleasePlan[Mechanism]
     delta: float
-    placement: Placement
     ledger: Ledger
     randomness: Randomness
     private: bool
