@@ -41,8 +41,8 @@ def ending_sentence(summary: Mapping[str, object], rounds: int, planned: object)
         return f"It finished {'its only round' if rounds == 1 else f'all {rounds:,} rounds'}."
     if not summary:
         return (
-            f"It is still running, or was interrupted, after round {rounds} of {planned}; this "
-            "page shows the rounds that it finished."
+            f"It is still running, was interrupted or ended in an error, after round {rounds} of "
+            f"{planned}; this page shows the rounds that it finished."
         )
     why = str(summary.get("why") or "It ended early.")
     return f"It reached round {rounds} of {planned}. {why}"

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 
 from fedsim.arguments import shown
 from fedsim.config import RunConfig
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, keep_users_frames
 from fedsim.federation.state_tree import Tree, split_tree
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import private_metrics
@@ -199,6 +199,7 @@ class Callbacks(Callback):
                 if isinstance(error, FedsimError):
                     _log.warning("callback %s failed; the run continues: %s", label, error)
                 else:
+                    keep_users_frames(error)
                     _log.warning("callback %s failed; the run continues.", label, exc_info=True)
             self._warned.add(name)
             return None

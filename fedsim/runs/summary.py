@@ -23,7 +23,7 @@ from fedsim import models, regular_files
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.datasets.dataset import class_labels
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, keep_users_frames
 from fedsim.federation.arrays import tensors
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
@@ -68,7 +68,8 @@ def leave_report(
         directory.save_report(_page(RunRecord.read(directory.path, result.ledgers)))
     except (OSError, FedsimError) as error:
         _log.error("the run is complete, but its report could not be written: %s", error)
-    except Exception:
+    except Exception as error:
+        keep_users_frames(error)
         _log.exception("the run is complete, but its report could not be made")
 
 

@@ -241,7 +241,7 @@ def test_data_of_a_chart_can_neither_end_its_element_nor_run(tmp_path: Path) -> 
 )
 def test_every_end_of_a_run_makes_a_page(rows: list, tmp_path: Path) -> None:
     words = Outline(page_of(left_run(tmp_path / "run", rows))).words
-    assert "It is still running, or was interrupted, after round" in words
+    assert "It is still running, was interrupted or ended in an error, after round" in words
     if any(row.get("failed") for row in rows):
         assert "raised" in words
         assert "and 9 failed." in words

@@ -249,12 +249,15 @@ def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
     assert [row["round"] for row in result.metrics] == [0, 1, 2, 3]
 
 
-def test_a_callback_that_fails_does_not_end_the_run() -> None:
+def test_a_callback_that_fails_does_not_end_the_run_and_its_own_frames_are_logged(caplog) -> None:
     class Failing(Callback):
         def on_round(self, status: RunStatus) -> None:
             raise OSError("the terminal is gone")
 
     assert fedsim.run(BASE, callbacks=[Failing()]).ended == "finished"
+    frames = [line for line in caplog.text.splitlines() if line.startswith("  File ")]
+    assert len(frames) == 1
+    assert "in on_round" in frames[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.release_keys import split_settings, training_settings
 from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
-from fedsim.errors import FedsimError, RunFailedError
+from fedsim.errors import FedsimError, RunFailedError, keep_users_frames
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import load_dataset, resolve_data
@@ -273,6 +273,7 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             if isinstance(error, RunFailedError):  # a repetition would fail again
                 directories[index].finish(endings[index])
             else:
+                keep_users_frames(error)
                 _log.error("a run of the sweep raised", exc_info=error)
         if any(session.end_requested for session in sessions):
             raise KeyboardInterrupt
