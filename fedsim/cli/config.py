@@ -11,18 +11,29 @@ from typing import Annotated
 import typer
 from rich.console import Group as Lines
 from rich.console import RenderableType
-from rich.table import Table
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim import registry
 from fedsim.arguments import one_of
 from fedsim.cli.console import Command, ConfigFile, Group, Output, Overrides
 from fedsim.config import RunConfig
-from fedsim.config.describe import Key, choice_summary, choices_of, keys, schema, template
+from fedsim.config.describe import (
+    Key,
+    choice_kinds,
+    choice_summary,
+    choices_of,
+    keys,
+    schema,
+    template,
+)
 from fedsim.config.release_keys import keys_outside_release
 from fedsim.errors import FedsimError
+from fedsim.synonyms import KEYS, NAMES
 
 INDENT = "    "
+NARROWEST_TEXT = 30  # columns of a description beside its key and default
 
 config = typer.Typer(
     cls=Group,
@@ -83,9 +94,9 @@ def explain(
         for entry in exact:
             output.print(_explained(entry))
     elif in_table := [k for k in every if _table_of(k) == key]:
-        output.print(_table(key, in_table, every))
+        output.print(_table(key, in_table, every, output.width))
     elif of_choice := [k for k in every if _table_of(k) == table and choice in k.belongs_to]:
-        output.print(_lines(of_choice))
+        output.print(_lines(of_choice, output.width))
     elif line := choice_summary(table, choice):
         output.print(f"{key}\n    {line}\n    It has no keys of its own.")
     else:
@@ -99,21 +110,36 @@ def _table_of(key: Key) -> str:
 def _unknown(key: str, every: list[Key]) -> FedsimError:
     known = {k.name for k in every} | {_table_of(k) for k in every}
     known |= {f"{_table_of(k)}.{choice}" for k in every for choice in k.belongs_to}
-    matches = [name for name in sorted(known) if name.endswith(f".{key}")]
-    matches = matches or difflib.get_close_matches(key, sorted(known), n=1)
+    known |= {f"{table}.{name}" for table, kind in choice_kinds() for name in registry.names(kind)}
+    plain = key.lower().replace("_", "-")
+    table, _, word = plain.rpartition(".")
+    matches = [name.partition(" ")[0] for name in KEYS.get(word, ())]
+    matches = [name for name in matches if name.rpartition(".")[0] == table] or matches
+    matches += [name for name in sorted(known) if name.endswith(f".{plain}")]
+    if not matches:
+        elsewhere = ((t, NAMES.get(kind, {}).get(word)) for t, kind in choice_kinds())
+        matches = [f"{t}.{name}" for t, name in elsewhere if f"{t}.{name}" in known]
+        matches += ["task.metrics"] * (word in {*registry.names("metric"), *NAMES["metric"]})
+    matches = list(dict.fromkeys(matches)) or difflib.get_close_matches(plain, sorted(known), n=1)
     hint = f" did you mean {one_of(tuple(matches[:8]))}?" if matches else ""
     return FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
 
 
-def _table(table: str, of_table: list[Key], every: list[Key]) -> RenderableType:
+def _table(table: str, of_table: list[Key], every: list[Key], width: int) -> RenderableType:
     """One line per key that a table always has, and the names of its choices' own keys."""
-    parts: list[RenderableType] = [_lines([k for k in of_table if not k.belongs_to])]
+    parts: list[RenderableType] = [_lines([k for k in of_table if not k.belongs_to], width)]
     choices: dict[str, list[str]] = {}
     for entry in of_table:
         for choice in entry.belongs_to:
             choices.setdefault(choice, []).append(entry.name.rpartition(".")[2])
     if choices:
-        names = Table(box=None, pad_edge=False, show_header=False)
+        names = Table(
+            Column(no_wrap=True),
+            Column(overflow="fold"),
+            box=None,
+            pad_edge=False,
+            show_header=False,
+        )
         for choice in sorted(choices):
             names.add_row(choice, ", ".join(choices[choice]))
         example = f"`fedsim config explain {table}.{min(choices)}`"
@@ -124,10 +150,19 @@ def _table(table: str, of_table: list[Key], every: list[Key]) -> RenderableType:
     return Lines(*parts)
 
 
-def _lines(chosen: list[Key]) -> Table:
+def _lines(chosen: list[Key], width: int) -> RenderableType:
+    rows = [(entry.name, _default(entry), entry.doc) for entry in chosen]
+    widths = [max(len(row[place]) for row in rows) for place in (0, 1)]
+    longest_word = max(len(word) for row in rows for word in row[2].split())
+    if width < sum(widths) + max(longest_word, NARROWEST_TEXT) + 4:
+        # One below the other: side by side, keys and words would be cut.
+        blocks: list[RenderableType] = []
+        for name, default, doc in rows:
+            blocks += [f"{name}  {default}", Padding(doc, (0, 0, 0, 4))]
+        return Lines(*blocks)
     lines = Table(box=None, pad_edge=False, show_header=False)
-    for entry in chosen:
-        lines.add_row(entry.name, _default(entry), entry.doc)
+    for row in rows:
+        lines.add_row(*row)
     return lines
 
 

@@ -55,10 +55,15 @@ def choices_of(kind: str) -> list[tuple[str, str]]:
     return described
 
 
+def choice_kinds() -> list[tuple[str, str]]:
+    """Tables that name a thing, each with the thing's kind."""
+    return [(table.table, table.kind) for table in _tables(RunConfig) if issubclass(table, Choice)]
+
+
 def choice_summary(table: str, name: str) -> str:
     """Docstring's first line of a thing that a table may name; empty if it may not."""
-    kinds = [t.kind for t in _tables(RunConfig) if issubclass(t, Choice) and t.table == table]
-    return dict(choices_of(kinds[0])).get(name, "") if kinds else ""
+    kind = dict(choice_kinds()).get(table)
+    return dict(choices_of(kind)).get(name, "") if kind else ""
 
 
 def _tables(table: type[ConfigTable]) -> Iterator[type[ConfigTable]]:

@@ -116,11 +116,26 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
         (["list", "colour"], "KIND is 'colour'; it must be data, partition"),
         (["explain", "client.toll"], "did you mean 'client.tol'?"),
         (["explain", "momentum"], "did you mean 'client.momentum'"),
+        (["explain", "learning_rate"], "did you mean 'client.lr', 'server.lr', "),
+        (["explain", "server.learning_rate"], "did you mean 'server.lr'?"),
+        (["explain", "cohort.fraction"], "did you mean 'cohort.rate'?"),
+        (["explain", "fashion_mnist"], "did you mean 'data.fashion-mnist'?"),
+        (["explain", "fedavg"], "did you mean 'client.sgd', "),
+        (["explain", "acc"], "did you mean 'task.metrics'?"),
         (["explain", "partition.adam"], "there is no key 'partition.adam'"),
         (["init", "--set", "client.name=adamm"], "did you mean 'adam'?"),
     ):
         assert status("config", *arguments) == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [40, 64, 80])
+def test_no_key_and_no_word_of_a_table_is_cut(width: int, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = {key.name.rpartition(".")[0] for key in keys()} - {""}
+    for table in (*sorted(names), "mechanism.adaptive-noise", "data.files"):
+        assert status("config", "explain", table) == 0
+        assert "…" not in capsys.readouterr().out, (table, width)
 
 
 def test_a_resolved_config_says_what_the_rules_choose(tmp_path, monkeypatch, capsys):
