@@ -62,7 +62,9 @@ def resumed_config(
         # Refuse damaged rows before anything is changed.
         directory.metrics_file.rows_before(state.metrics_length, state.metrics_code)
     start = _start_config(directory, state)
-    requested = _resolved(config, start, start if state is None else state.first_config, overrides)
+    requested = kept_settings(
+        config, start, start if state is None else state.first_config, overrides
+    )
     keys = dict.fromkeys([*requested, *start])
     changed = {key: requested.get(key) for key in keys if requested.get(key) != start.get(key)}
     outside = keys_outside_release()
@@ -174,8 +176,11 @@ def _start_config(directory: RunDirectory, state: RunState | None) -> Flat:
     return start
 
 
-def _resolved(
-    config: RunConfig, start: Flat, first: Mapping[str, Scalar], overrides: ObjectOverrides | None
+def kept_settings(
+    config: RunConfig,
+    start: Flat,
+    first: Mapping[str, Scalar],
+    overrides: ObjectOverrides | None = None,
 ) -> Flat:
     """``config``, flat, with the run's values for what it leaves to rules or calibration.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fedsim.config import RunConfig, Scalar
+from fedsim.config import RunConfig
 from fedsim.config.release_keys import split_settings, training_settings
 from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
@@ -20,11 +20,11 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import load_dataset, resolve_data
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import LEFT_TO_A_RULE, note_files
+from fedsim.runs.earlier_runs import kept_settings, note_files, refuse_other_files
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
-from fedsim.runs.resolve import Resolved, calibrated, resolve
+from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, run_sessions
 from fedsim.runs.summary import record_ending
@@ -93,6 +93,7 @@ def run_sweep(
     FedsimError
         If ``out`` has a run of another sweep, or a run's engine is not 'local'.
     """
+    grid = [as_begun(run, out) for run in grid]
     for run in grid:
         engine, client = run.config.engine.name, run.config.client
         if engine != "local":
@@ -108,14 +109,16 @@ def run_sweep(
     if halving is not None:
         halving.check(grid)
     for run in grid:
-        done = is_done(run, out)
+        directory = RunDirectory(out / run.label)
+        done = directory.done.exists()
         if done and halving is None:
             continue
         resolved = sweep.resolve(run)
         if halving is not None:
             comparison_measure(resolved, "--halving")  # refuses one that may not decide
         if not done:
-            RunDirectory(out / run.label).check_free(overwrite=True)
+            directory.check_free(overwrite=True)
+            refuse_other_files(directory.path, run.config)
             check(resolved)
     if halving is None:
         return _run_all(grid, sweep)
@@ -186,6 +189,10 @@ def _run_all(
 def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
     """Whether a run of ``out``, whose config `run_sweep` has compared, needs no further round."""
     directory = RunDirectory(out / run.label)
+    # A run's page is its last file. If the process was killed before it was written, the run is
+    # resumed, at its end, to write the files that are missing.
+    if not directory.report.exists():
+        return False
     if directory.done.exists():
         return True
     state = _last_state(directory)
@@ -193,7 +200,13 @@ def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
 
 
 def is_done(run: SweepRun, out: Path) -> bool:
-    """Whether the run has ended in ``out``.
+    """Whether the run has ended in ``out``; raises like `as_begun`."""
+    as_begun(run, out)
+    return RunDirectory(out / run.label).done.exists()
+
+
+def as_begun(run: SweepRun, out: Path) -> SweepRun:
+    """The run with the resolved config that it began with, if it did in ``out``.
 
     Raises
     ------
@@ -202,16 +215,12 @@ def is_done(run: SweepRun, out: Path) -> bool:
     """
     directory = RunDirectory(out / run.label)
     if not directory.config.exists():
-        return False
-    saved_config = RunConfig.load(directory.config)
-    if _without_resolved(saved_config) != _without_resolved(calibrated(run.config)):
+        return run
+    config = RunConfig.load(directory.config)
+    begun = config.to_run_config()
+    if kept_settings(run.config, begun, begun) != begun:
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
-    return directory.done.exists()
-
-
-def _without_resolved(config: RunConfig) -> dict[str, Scalar]:
-    resolved = LEFT_TO_A_RULE.keys() - {"client.state-dir"}
-    return {k: v for k, v in config.to_run_config().items() if k not in resolved}
+    return SweepRun(run.point, config)
 
 
 def _groups(pending_runs: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]:
@@ -258,8 +267,10 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             resolved = sweep.resolve(run)
             text = resolved.config.to_toml()
             state = _last_state(directory)
+            # Without a checkpoint too: the rounds that it repeats have been charged.
+            resumed = directory.holds_run()
             claims.enter_context(
-                directory.claim(text, overwrite=True) if state is None else directory.resumed(text)
+                directory.resumed(text) if resumed else directory.claim(text, overwrite=True)
             )
             if state is None:
                 note_files(directory.path, resolved.config)
