@@ -12,6 +12,7 @@ from typing import Any
 from experiments.framework.base import Experiment, ExperimentMember, Result
 from fedsim import regular_files
 from fedsim.errors import FedsimError
+from fedsim.privacy.durable import replace
 
 FILE = "results.json"
 DIGITS = 6
@@ -106,7 +107,7 @@ class Stored:
             for name, member in sorted(self.members.items())
         ]
         text = f'{{"seconds": {round(self.untimed)}, "members": {{\n' + ",\n".join(lines) + "\n}}\n"
-        (directory / FILE).write_text(text, encoding="utf-8")
+        replace(directory / FILE, text.encode())
 
     def get(self, member: ExperimentMember) -> StoredResult | None:
         """Stored result of a member; None if there is none for its present settings."""

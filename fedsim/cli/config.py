@@ -30,6 +30,7 @@ from fedsim.config.describe import (
 )
 from fedsim.config.release_keys import keys_outside_release
 from fedsim.errors import FedsimError
+from fedsim.privacy.durable import create
 from fedsim.synonyms import KEYS, NAMES
 
 INDENT = "    "
@@ -204,11 +205,8 @@ def init(
     if out is None:
         typer.echo(text, nl=False)
         return
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise FedsimError(f"--out is {out}, which already exists; choose another.") from None
+    if not create(out, text.encode()):
+        raise FedsimError(f"--out is {out}, which already exists; choose another.")
 
 
 @config.command("schema", cls=Command)

@@ -80,6 +80,7 @@ def export(
         raise FedsimError("give either --to FORMAT or --public.")
     if public and merge:
         raise FedsimError("--merge is for --to FORMAT; --public publishes what was released.")
+    from fedsim.privacy.durable import replace
     from fedsim.runs.export import FORMATS, PEFT, default_path, export_adapter, publish
     from fedsim.runs.export import export as exported
     from fedsim.runs.saved import load
@@ -100,7 +101,7 @@ def export(
         raise FedsimError(f"--out {path} already exists; choose another file.")
     content = exported(saved, to)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    replace(path, content)
     console.print(f"{to}: {path}", soft_wrap=True)
 
 

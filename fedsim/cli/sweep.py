@@ -109,6 +109,7 @@ def sweep(
     """
     base = _base(config, set_ or [], over)
     # Imported here so that a mistake in the config is reported before torch is loaded.
+    from fedsim.privacy.durable import replace
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, over_seeds, read_runs, seeds_csv, to_csv
     from fedsim.runs.sweep import Halving, grid_runs, is_done, measure_of, parse_axes, random_runs
@@ -132,8 +133,7 @@ def sweep(
         _select(console, grid, where, select_mean, select_number)
         return
     _check_directory(where, grid)
-    done = sum(is_done(member, where) for member in grid)
-    if done:
+    if done := sum(is_done(member, where) for member in grid):
         console.print(f"{done} of {len(grid)} runs are already finished.")
     halved = None if halving is None else Halving(halving, first_rounds)
     try:
@@ -144,8 +144,8 @@ def sweep(
     measure = measure_of(grid[0].config)
     records = read_runs(grid, where, outcomes)
     settings = over_seeds(grid, records)
-    (where / "sweep.csv").write_text(to_csv(grid, records, measure), encoding="utf-8")
-    (where / "sweep-seeds.csv").write_text(seeds_csv(settings, measure), encoding="utf-8")
+    replace(where / "sweep.csv", to_csv(grid, records, measure).encode())
+    replace(where / "sweep-seeds.csv", seeds_csv(settings, measure).encode())
     title = f"{base.name}: test {measure.name} over {axis}"
     save(draw(settings, measure, axis, title, joined=random is None), where / "sweep.png")
     console.print(_table(grid, settings, measure))

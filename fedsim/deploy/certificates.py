@@ -148,7 +148,7 @@ def write_private(path: Path, content: bytes) -> None:
 def write_public(path: Path, content: bytes) -> None:
     """Write a file that all users may read, and only its owner may change."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    durable.replace(path, content)
     path.chmod(0o644)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import tomli_w
 import torch
 from safetensors.torch import save as serialise
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fedsim import extras
@@ -230,11 +229,8 @@ def publish(saved: SavedRun, out: Path) -> Path:
     with _new_directory(out) as draft:
         # Not the run's own metadata: from a release digest the seed can be found by search.
         about = [{"head": s.head, "lines": s.lines, "level": s.level} for s in statements]
-        save_file(
-            saved.weights,
-            draft / "model.safetensors",
-            metadata={METADATA: json.dumps(about, sort_keys=True)},
-        )
+        model = serialise(saved.weights, metadata={METADATA: json.dumps(about, sort_keys=True)})
+        (draft / "model.safetensors").write_bytes(model)
         # Without the ledger's path on the operator's machine.
         texts = [
             "\n".join(line for line in s.sentences() if not line.startswith("Ledger: "))

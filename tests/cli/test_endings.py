@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -190,6 +191,34 @@ def can_mount() -> bool:
         return False
     line = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return subprocess.run(line, capture_output=True, check=False).returncode == 0
+
+
+def test_a_file_that_does_not_fit_on_the_disk_is_left_as_it_was(
+    in_a_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["sweep", "c.toml", "--out", "sweep", "--over", "seed=1,2"]
+    for arguments in (["run", "c.toml", "--out", "run"], sweep):
+        with pytest.raises(SystemExit):
+            main(arguments)
+    before = {path: path.read_bytes() for path in in_a_directory.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for arguments in (
+        ["export", "run", "--to", "safetensors", "--out", "model.safetensors"],
+        ["export", "run", "--public", "--out", "public"],
+        ["config", "init", "--out", "new.toml"],
+        sweep,
+    ):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, unlimited[1]))
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert ended.value.code == 1, arguments
+        assert "File too large" in capsys.readouterr().err
+    after = {path: path.read_bytes() for path in in_a_directory.rglob("*") if path.is_file()}
+    assert after == before
 
 
 # Runs once for each kind of disk, and once with a limit on the size of files; torch and Flower are
