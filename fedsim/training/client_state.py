@@ -137,11 +137,6 @@ class PersistentState:
             return {}
         return self.store.load(client_ids, round).packed(client_ids)
 
-    def keep(self, states: ClientStates, round: int) -> None:
-        """Store state that `state` returned in another process, as of the end of ``round``."""
-        client_ids, rows = unpacked(states)
-        self.store.store(client_ids, round, rows)
-
 
 class CarriedState(NamedTuple):
     """State of ``n`` clients from earlier rounds.
@@ -195,8 +190,8 @@ class StateStore:
         """State of these clients from before ``round``; the latest if it is None."""
         return CarriedState(np.zeros(len(client_ids), dtype=np.bool_), {})
 
-    def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
-        """Store these clients' state as of the end of ``round``."""
+    def keep(self, states: ClientStates, round: int) -> None:
+        """Store these clients' state, as of the end of ``round``."""
 
     def state(self) -> ClientStates:
         """State that a checkpoint must hold; none if the store itself outlives the process."""
@@ -229,8 +224,9 @@ class MemoryStore(StateStore):
         columns = {k: v[index.to(v.device)] for k, v in self._columns.items()}
         return CarriedState(rows != ABSENT, columns)
 
-    def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
+    def keep(self, states: ClientStates, round: int) -> None:
         """Store all of it, or nothing if memory runs out."""
+        client_ids, state = unpacked(states)
         # A column has at least one row: `load` takes any of them for clients without state.
         if not state or not len(client_ids):
             return
@@ -269,7 +265,7 @@ class MemoryStore(StateStore):
         FedsimError
             If it has a client that this population does not.
         """
-        client_ids, rows = unpacked(states)
+        client_ids, _ = unpacked(states)
         population = len(self._row_of)
         if len(client_ids) and int(client_ids.max()) >= population:
             raise FedsimError(
@@ -277,7 +273,7 @@ class MemoryStore(StateStore):
                 f".. {population - 1}."
             )
         self._row_of[:], self._row_count, self._columns = ABSENT, 0, {}
-        self.store(client_ids, 0, rows)
+        self.keep(states, 0)
 
 
 class FileStore(StateStore):
@@ -347,8 +343,9 @@ class FileStore(StateStore):
                 rows[name][k] = row
         return CarriedState(present, rows)
 
-    def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
+    def keep(self, states: ClientStates, round: int) -> None:
         """Write a file for each client, whole or not at all."""
+        client_ids, state = unpacked(states)
         if not state:
             return
         for k, client in enumerate(client_ids.tolist()):

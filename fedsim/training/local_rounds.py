@@ -228,7 +228,7 @@ class LocalRounds:
 
     def finish(self, carried: CarriedState, clients: RoundClients) -> None:
         """Store the state that clients keep: the last thing that happens in a block's round."""
-        self.client_state.keep(carried.packed(clients.client_ids), clients.round)
+        self.client_state.store.keep(carried.packed(clients.client_ids), clients.round)
         for client in clients.client_ids.tolist():
             self._started_rounds.pop(client, None)
 

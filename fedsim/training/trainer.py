@@ -257,7 +257,7 @@ class Trainer:
 
     def keep(self, states: ClientStates, round: int) -> None:
         """Store state that another trainer's `state` returned, as of the end of ``round``."""
-        self.client_state.keep(states, round)
+        self.client_state.store.keep(states, round)
 
     def restore(self, states: ClientStates) -> None:
         """Replace all clients' state by what `state` returned."""

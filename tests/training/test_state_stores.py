@@ -15,7 +15,7 @@ from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
-from fedsim.rows.block import CLIENT_STATE
+from fedsim.rows.block import CLIENT_IDS, CLIENT_STATE
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.client_state import FileStore, MemoryStore
 
@@ -185,18 +185,20 @@ def test_whoever_diverges_first_leaves_the_others_as_they_are(block_size):
 
 def test_columns_of_another_population_are_refused():
     larger = MemoryStore(4)
-    larger.store(np.array([3]), 1, {"eta": torch.ones(1)})
+    larger.keep({CLIENT_IDS: torch.tensor([3]), "eta": torch.ones(1)}, 1)
     with pytest.raises(FedsimError, match="client 3; this run has clients 0"):
         MemoryStore(3).restore(larger.state())
 
 
 @needs_a_fake_gpu
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
-def test_state_from_a_checkpoint_is_replaced_by_that_of_a_gpus_training(devices):
+def test_state_from_a_checkpoint_is_replaced_by_that_of_a_gpus_training(devices, monkeypatch):
+    # The ids are given as an array: no tensor can be turned into one in this mode.
+    monkeypatch.setattr("fedsim.training.client_state.unpacked", lambda states: states)
     columns = MemoryStore(4)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for number, device in enumerate(devices):
-            columns.store(np.array([1, 2 + number]), number, {"eta": torch.ones(2, device=device)})
+            columns.keep((np.array([1, 2 + number]), {"eta": torch.ones(2, device=device)}), number)
         loaded = columns.load(np.arange(4), None)
     assert loaded.present.tolist() == [False, True, True, True]
     assert loaded.rows["eta"].device.type == devices[0]

@@ -13,6 +13,7 @@ from toy_clients import training
 import fedsim
 from fedsim.config import RunConfig
 from fedsim.federation.engines.workers import guarded_blocks
+from fedsim.rows.block import CLIENT_IDS
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
@@ -88,13 +89,12 @@ def test_a_worker_is_lent_no_more_than_its_clients_state():
 
 def test_what_clients_keep_is_all_there_or_not_at_all():
     columns = MemoryStore(3)
-    ids, state = np.array([1]), {"eta": torch.tensor([0.5])}
-    columns.store(ids, 1, state)
+    columns.keep({CLIENT_IDS: torch.tensor([1]), "eta": torch.tensor([0.5])}, 1)
     with pytest.raises((RuntimeError, IndexError)):
-        columns.store(np.array([0, 2]), 1, {"eta": torch.tensor([0.1, 0.2, 0.3])})
-    columns.store(np.array([2]), 1, {"eta": torch.tensor([0.7])})
+        columns.keep({CLIENT_IDS: torch.tensor([0, 2]), "eta": torch.tensor([0.1, 0.2, 0.3])}, 1)
+    columns.keep({CLIENT_IDS: torch.tensor([2]), "eta": torch.tensor([0.7])}, 1)
     assert columns.state()["eta"].tolist()[-1] == pytest.approx(0.7)
-    assert columns.load(ids, 2)[1]["eta"].tolist() == [0.5]
+    assert columns.load(np.array([1]), 2)[1]["eta"].tolist() == [0.5]
 
 
 DAMAGES = {
