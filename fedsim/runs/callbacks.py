@@ -154,11 +154,11 @@ class Callbacks(Callback):
 
     def on_start(self, status: RunStatus) -> str | None:
         """Call all callbacks; return why one has stopped the run, or None."""
-        return self._ask(lambda callback: callback.on_start(status))
+        return self._ask(methodcaller("on_start", status))
 
     def on_round(self, status: RunStatus) -> str | None:
         """Call all callbacks; return why one has stopped the run, or None."""
-        return self._ask(lambda callback: callback.on_round(status))
+        return self._ask(methodcaller("on_round", status))
 
     def on_end(self, status: RunStatus) -> None:
         """Call all callbacks; what they return has no effect."""
