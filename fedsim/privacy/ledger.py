@@ -29,7 +29,6 @@ from fedsim.privacy.entry import Entry, History, Placement
 from fedsim.privacy.events import Event
 from fedsim.privacy.flower_records import event_of, privacy_config, privacy_spent
 from fedsim.privacy.laws import FixedSizeLaw
-from fedsim.privacy.laws.base import check_level
 from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.ledger_lines import End
 from fedsim.privacy.statement import Statement
@@ -140,12 +139,6 @@ class Ledger(LedgerFile):
         """
         if budget is None and self.max_epsilon not in (None, math.inf):
             budget = self._budget()
-        return self._record(entry, budget)
-
-    def _record(self, entry: Entry, budget: Budget | None) -> bool:
-        if self.read_only:
-            raise FedsimError(f"ledger {self.path} was opened for reading only.")
-        check_level(entry.level, entry.event.adjacency)
         return self.write(entry, budget)
 
     def _budget(self, max_epsilon: float | None = None) -> Budget:
@@ -303,7 +296,7 @@ class Ledger(LedgerFile):
         cost.
         """
         for entry in stopping.lines_of_unmade_rounds(self.history):
-            self._record(entry, None)
+            self.write(entry)
 
     def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:
         """The privacy statement in words and numbers; ``stopping`` is as in `Statement.of`."""
@@ -356,7 +349,7 @@ class Ledger(LedgerFile):
         own_event = event_of(event, self.declared).times(count)
         is_declared = not isinstance(event, Event) and own_event.law.rate < 1
         is_declared = is_declared and not isinstance(own_event.law, FixedSizeLaw)
-        self._record(Entry(event=own_event, declared_by_user=is_declared), None)
+        self.write(Entry(event=own_event, declared_by_user=is_declared))
 
     def get_epsilon(self, delta: float) -> float:
         """`epsilon`."""

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +22,7 @@ from fedsim.privacy.claims import Budget
 from fedsim.privacy.durable import archive, archived
 from fedsim.privacy.entry import Entry, History, ReleaseId
 from fedsim.privacy.events import Event
-from fedsim.privacy.laws.base import Level
+from fedsim.privacy.laws.base import Level, check_level
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw
 from fedsim.privacy.ledger_lines import (
     GENESIS,
@@ -167,8 +166,12 @@ class LedgerFile:
         BudgetSpentError
             If the budget does not allow it.
         FedsimError
-            If the entry does not compose with the ledger, or repeats a release with another sum.
+            If the ledger is read-only, if the entry does not compose with it, or if it repeats a
+            release with another sum.
         """
+        if self.read_only:
+            raise FedsimError(f"ledger {self.path} was opened for reading only.")
+        check_level(entry.level, entry.event.adjacency)
         if self.path is None:
             return self._add(entry, None, budget)
         # Other processes may create, repair or archive the file at any time. Whatever happens
@@ -392,9 +395,4 @@ def _shares_noise(entry: Entry, line: Entry) -> bool:
 def _notes(entry: Entry) -> dict[str, str]:
     """Notes outside the hash: for the operator (time, host), and for a resumed run."""
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return {"time": time, "host": _host(), **entry.noted}
-
-
-@lru_cache(maxsize=1)
-def _host() -> str:
-    return socket.gethostname()
+    return {"time": time, "host": socket.gethostname(), **entry.noted}

@@ -112,7 +112,7 @@ def test_a_ledger_goes_on_where_it_stopped(path):
 
 def test_equal_runs_have_equal_heads_whenever_and_wherever_they_ran(tmp_path, monkeypatch):
     written(tmp_path / "one.jsonl")
-    monkeypatch.setattr("fedsim.privacy.ledger_file._host", lambda: "elsewhere")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     written(tmp_path / "two.jsonl")
     one, two = (tmp_path / name for name in ("one.jsonl", "two.jsonl"))
     assert one.read_bytes() != two.read_bytes()
