@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from fedsim import registry
@@ -225,7 +225,7 @@ class ReleasePlan(Generic[BoundT]):
         """The plan's public facts in a ledger line, in addition to the event."""
         return {"denominator": self.denominator, **dict.fromkeys(self.declared, DECLARED)}
 
-    @property
+    @cached_property
     def declared(self) -> list[str]:
         """Which of "sampler", "noise" and "bound" are the user's code, and so cannot be verified.
 
