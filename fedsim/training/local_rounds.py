@@ -204,10 +204,11 @@ class LocalRounds:
             named[PERSONAL_MASK] = self.client_state.personal.mask.expand(n, -1)
         if not self.trained.model.training:
             self.trained.model.train()
-        if not self._sizes(clients).any():
+        metrics = self._metrics(clients)
+        if not metrics["num-examples"].any():
             sent = {k: torch.zeros_like(named[k]) for k in self.algorithm.sends}
             carried = CarriedState(np.zeros(n, dtype=np.bool_), {})
-            return BlockResult(start.clone(), sent, carried, self._metrics(clients))
+            return BlockResult(start.clone(), sent, carried, metrics)
         loop = self._loop(clients)
         end = loop.run(
             start,
@@ -218,7 +219,6 @@ class LocalRounds:
             end = self._compressed(self.compression, end, received.vectors, clients.carried)
         if personal := self.client_state.personal:
             end.carried[PERSONAL] = end.theta[:, personal.positions]
-        metrics = self._metrics(clients)
         if self.reports_loss:
             metrics["loss"] = loop.mean_losses()
         metrics |= _columns(end.reports)
@@ -303,13 +303,10 @@ class LocalRounds:
         """The clients' algorithm."""
         return self.stepper.algorithm
 
-    def _sizes(self, clients: RoundClients) -> Floats:
-        sizes = [self.stepper.data.size(client) for client in clients.client_ids.tolist()]
-        return np.array(sizes, dtype=np.float64)
-
     def _metrics(self, clients: RoundClients) -> dict[str, Floats]:
         """Metrics of a block's clients before they have trained."""
-        metrics = {"num-examples": self._sizes(clients)}
+        sizes = [self.stepper.data.size(client) for client in clients.client_ids.tolist()]
+        metrics = {"num-examples": np.array(sizes, dtype=np.float64)}
         if self.reports_loss:
             metrics["loss"] = np.zeros(len(clients))
         if self.client_state.kind != "reset":
