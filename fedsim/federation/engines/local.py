@@ -112,6 +112,8 @@ class LocalGrid(Closed, OwnGrid):
         self._app: Handler | None = client if isinstance(client, ClientApp) else None
         self._trainer = None if isinstance(client, ClientApp) else require_trainer(client)
         self._num_nodes = _count_nodes(self._trainer, num_nodes)
+        if self._trainer is not None:
+            keep_freed_memory()
         self._run_config = dict(run_config or {})
         self._node_config = dict(node_config or {})
         self._run = empty_run(run_id)
@@ -213,7 +215,6 @@ class LocalGrid(Closed, OwnGrid):
         # Instructions of fedsim's own strategy are trained in blocks. Other strategies send plain
         # messages, as do wrappers that iterate over the instructions; each is answered by itself.
         if self._trainer is not None and isinstance(messages, Instructions):
-            keep_freed_memory()
             trainer, instructions = self._trainer, messages
             if instructions.message_type == "train":
                 trainer.receive(instructions.config)
