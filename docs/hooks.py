@@ -18,7 +18,7 @@ MODULES = (
     ("Runs", "fedsim", ("run", "load", "RunConfig", "Callback", "RunStatus", "Live")),
     ("What a run reached", "fedsim.runs.record", ("RunResult",)),
     ("What a run has left", "fedsim.runs.saved", ("SavedRun",)),
-    ("A trained model", "fedsim.runs.inference", ("InferenceModel",)),
+    ("A trained model", "fedsim.runs.model", ("InferenceModel",)),
     ("Cohorts", "fedsim.cohorts", None),
     ("Mechanisms", "fedsim.mechanisms", None),
     ("Strategies", "fedsim.strategies", None),

@@ -28,7 +28,7 @@ from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
 from fedsim.runs.devices import Devices
 from fedsim.runs.factories import example_privacy, ledger_dir, seed_of, state_dir, trainer_of
-from fedsim.runs.initial_model import initial_model, personal_parameters, shared_arrays, try_model
+from fedsim.runs.model import initial_model, personal_parameters, shared_arrays, try_model
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.strategies import Availability, ClientMetrics, ClientTraining, DPFedAvg
 from fedsim.training import ExamplePrivacy, Trainer

@@ -39,8 +39,7 @@ from fedsim.runs.data_split import (
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.earlier_runs import refuse_other_files
 from fedsim.runs.factories import trainer_of
-from fedsim.runs.inference import InferenceModel, numbers_of
-from fedsim.runs.initial_model import initial_model, personal_parameters
+from fedsim.runs.model import InferenceModel, initial_model, numbers_of, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated
