@@ -17,6 +17,7 @@ from fedsim.federation.state_tree import Tree
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.base import without_noise
 from fedsim.privacy.laws.correlated import Extension
+from fedsim.privacy.noise.correlated import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan, of_user
 from fedsim.rows import Layout
 from fedsim.rows.layout import PREFIX
@@ -65,9 +66,9 @@ def check_form(state: Tree, strategy: str) -> None:
 
 
 def plan_state(plan: ReleasePlan[Any]) -> dict[str, Any]:
-    """A plan's number of rounds and its extension, as JSON values."""
-    extension = plan.extension
-    return {"rounds": plan.rounds, "extension": extension and asdict(extension)}
+    """A plan's number of rounds, its extension and its noise's coefficients, as JSON values."""
+    extension = plan.extension and asdict(plan.extension)
+    return {"rounds": plan.rounds, "extension": extension, "coefficients": _coefficients(plan)}
 
 
 def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
@@ -88,22 +89,30 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     Raises
     ------
     FedsimError
-        If the plans differ in more than the number of rounds, or no further round is possible.
+        If the plans differ in more than the number of rounds, or no further round is possible; if
+        coefficients that were found for fewer rounds are others for more.
     """
     if "plan" not in state or state["round"] == 0 or not plan.closed:
         return plan
     rounds, extension = state["plan"]["rounds"], state["plan"]["extension"]
+    coefficients = _coefficients(plan)
+    before = state["plan"].get("coefficients", coefficients)  # older checkpoints have none
+    if coefficients != before:
+        raise FedsimError(
+            f"noise.coefficients is {coefficients!r}; it must be {before!r}, as it was: with these "
+            "the noise of earlier rounds, of which further rounds cancel a part, was made."
+        )
     if rounds == plan.rounds:
         return replace(plan, extension=extension and Extension(**extension))
-    before = replace(plan, rounds=rounds)
-    ahead = plan.charged_ahead and before.charged_ahead
+    shorter = replace(plan, rounds=rounds)
+    ahead = plan.charged_ahead and shorter.charged_ahead
     if (
         not plan.noise.correlated
         # With an allocation or a selection, the first rounds depend on how many follow.
         or plan.sampler.horizon is not None
         or plan.selection is not None
         or rounds > (plan.rounds or 0)
-        or not (ahead or before.law == plan.law)
+        or not (ahead or shorter.law == plan.law)
     ):
         raise FedsimError(
             f"rounds = {plan.rounds}; it must be {rounds}, as it was: these were planned and "
@@ -119,6 +128,11 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     # A plan that is charged in groups of rounds needs no extension: further groups are charged as
     # they begin.
     return replace(plan, extension=Extension(rounds, state["round"]) if ahead else None)
+
+
+def _coefficients(plan: ReleasePlan[Any]) -> str | None:
+    """The coefficients of fedsim's correlated noise; None if the noise has none."""
+    return plan.noise.coefficients if isinstance(plan.noise, Correlated) else None
 
 
 def check_noise(state: Tree, plan: ReleasePlan[Bounded], *, seeded: bool) -> None:

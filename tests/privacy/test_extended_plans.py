@@ -95,6 +95,17 @@ def test_a_plan_whose_first_rounds_would_change_keeps_its_rounds(plan, rounds) -
         extended(plan, rounds, after=3)
 
 
+def test_coefficients_that_were_found_for_fewer_rounds_are_not_changed_on_the_way() -> None:
+    plan = plan_of(BLT(2.0), 8, Full(100, adjacency="replace-one"))
+    longer = plan_of(BLT(2.0), 64, Full(100, adjacency="replace-one"))
+    state = {"round": 4, "plan": plan_state(plan), "noise": {}}
+    with pytest.raises(FedsimError, match=f"must be '{plan.noise.coefficients}', as it was"):
+        resumed_plan(longer, state)
+    assert resumed_plan(replace(plan, rounds=64), state).extension == Extension(8, 4)
+    del state["plan"]["coefficients"]  # as an older checkpoint, whose ledger still refuses
+    assert resumed_plan(longer, state).extension == Extension(8, 4)
+
+
 def test_a_plan_without_what_its_noise_needs_cannot_be_extended() -> None:
     plan = plan_of(Banded(2.0))
     with pytest.raises(FedsimError, match="a secret that was removed after the last round"):
