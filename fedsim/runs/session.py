@@ -16,6 +16,7 @@ from fedsim.federation.arrays import array_record, same_arrays, tensors
 from fedsim.models import values_of
 from fedsim.privacy.ledger_lines import End
 from fedsim.privacy.manifest import signing_key
+from fedsim.privacy.verification import model_metadata
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
@@ -179,12 +180,27 @@ class Session:
             if not round_complete:
                 with suppress(OSError):  # the error that ended the run matters more
                     self._checkpoints.wait()
-            self._save_model(self._directory)
+            if round_complete or not self._has_model(self._directory):
+                self._save_model(self._directory)
             if round_complete:
                 self._checkpoints.save(self.strategy.rounds_done)
                 self._directory.finish(self.ending)
             self._directory.seal()
         self._callbacks.on_end(self.status(self.ending if round_complete else None))
+
+    def _has_model(self, directory: RunDirectory) -> bool:
+        """Whether the directory has the model of the last row already.
+
+        It has if a finished run was resumed, and failed in its first round. Its manifest, which is
+        then put back, names the bytes of that file (`RunDirectory.resumed`).
+        """
+        last_round = self._rows[-1]["round"] if self._rows else 0
+        try:
+            stored = model_metadata(directory.model)
+        except FedsimError:
+            return False
+        head, number = stored.get("ledger-head"), stored.get("round")
+        return (head, number) == (self.strategy.ledger.head, last_round)
 
     def _save_model(self, directory: RunDirectory) -> None:
         # The run's arrays have trained parameters only; the file has the frozen ones too.

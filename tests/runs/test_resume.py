@@ -248,7 +248,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("rounds", [0, 0.5, 1])
 def test_a_resume_that_fails_before_its_first_round_leaves_what_it_found(
     rounds, tmp_path, monkeypatch
 ):
@@ -265,13 +265,15 @@ def test_a_resume_that_fails_before_its_first_round_leaves_what_it_found(
         monkeypatch.setattr(MetricsFile, "append", fails)
         append(self, row)
 
-    if rounds:
+    if rounds == 1:
         monkeypatch.setattr(MetricsFile, "append", only_once)
+    elif rounds:  # in the first one, with its ledger line
+        monkeypatch.setattr("fedsim.federation.accounting.Accounting.record", fails)
     else:
         monkeypatch.setattr("fedsim.runs.runner.drive", fails)
     with pytest.raises(FedsimError, match="of another model"):
         fedsim.run(config.replace(rounds=5), out=out, resume=True)
-    assert (files_of(out) == found) == (rounds == 0)
+    assert (files_of(out) == found) == (rounds < 1)
     monkeypatch.undo()
     resumed = fedsim.run(config.replace(rounds=5), out=out, resume=True)
     assert (resumed.ended, resumed.metrics[-1]["round"]) == ("finished", 5)
