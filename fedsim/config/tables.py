@@ -232,9 +232,8 @@ class Choice(ConfigTable):
         """
         # fedsim's own need no search of the directory, which would cost more than all the rest.
         with registry.current_directory_importable() if ":" in self.chosen else nullcontext():
-            factory = self.find()
-            settings = self.settings_for(factory, tuple(filled))
-            instance = factory(**settings, **accepted(factory, filled))
+            maker = self.find()
+            instance = maker(**self.settings_for(maker, tuple(filled)), **accepted(maker, filled))
         registry.require_kind(self.kind, instance, self.key(self.selector), self.chosen)
         return instance
 
