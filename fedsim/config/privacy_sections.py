@@ -72,13 +72,13 @@ class NoiseSection(Choice, table="noise"):
     target_epsilon: TargetEpsilon = None
     """In place of multiplier: the epsilon of all rounds together, from which the multiplier is
     found."""
-    max_epsilon: Annotated[float | None, OUTSIDE_RELEASE] = None
+    max_epsilon: Annotated[float | None, OUTSIDE_RELEASE, Gt(0)] = None
     """Privacy budget: the run ends before its epsilon exceeds this, and keeps the model."""
     cohort_size: Annotated[int, Ge(0)] = 0
     """Simulate the noise of a larger cohort: the multiplier is that of a cohort of this size, and
     the mean gets as much noise as there. The noise really added is smaller, and is charged as such.
     0 for the run's own cohort."""
-    cohort_population: Annotated[int, Ge(0)] = 0
+    cohort_population: Annotated[int, Needs("cohort-size"), Ge(0)] = 0
     """The population from which the cohort of noise.cohort-size would be sampled; 0 for
     partition.clients."""
     delta: Annotated[float, Ge(1e-100), Lt(1)] = 1e-5
@@ -155,7 +155,7 @@ class ClientNoiseSection(Choice, table="client.noise"):
     target_epsilon: TargetEpsilon = None
     """In place of multiplier: the largest epsilon of any client over all rounds, from which the
     multiplier is found."""
-    max_epsilon: Annotated[float | None, OUTSIDE_RELEASE] = None
+    max_epsilon: Annotated[float | None, OUTSIDE_RELEASE, Gt(0)] = None
     """Privacy budget: the run ends before any client's epsilon exceeds this."""
     delta: Annotated[float, Ge(1e-100), Lt(1)] = 1e-5
     """The delta of epsilon; it should be below 1 / (a client's examples)."""

@@ -34,11 +34,7 @@ def check_rules(config: RunConfig) -> None:
 
 
 def _start(c: RunConfig) -> Refusals:
-    """Seed, data, initial model."""
-    if not 0 <= c.seed < 2**63:
-        yield "seed", "an integer from 0 to 2^63 - 1"
-    if c.data.validation >= 1 and c.data.validation != int(c.data.validation):
-        yield "data.validation", "a share below 1, or a whole number of examples"
+    """Initial model."""
     if c.model.weights_for and not c.model.weights:
         yield (
             "model.weights-for",
@@ -82,12 +78,8 @@ def _clients(c: RunConfig) -> Refusals:
         yield "client.epochs", "at least 1 unless client.steps is set"
     if client.steps and client.epochs > 1:
         yield "client.epochs", f"unset while client.steps = {client.steps}"
-    budget = client.noise.max_epsilon
-    if budget is not None and not (client.private and budget > 0):
-        yield (
-            "client.noise.max-epsilon",
-            "greater than 0, and unset where clients do not protect their examples",
-        )
+    if client.noise.max_epsilon is not None and not client.private:
+        yield "client.noise.max-epsilon", "unset where clients do not protect their examples"
     if client.work and bound != "none":
         yield (
             "client.work",
@@ -131,16 +123,12 @@ def _noise(c: RunConfig) -> Refusals:
             "noise.multiplier",
             f"unset while noise.target-epsilon = {noise.target_epsilon}, which determines it",
         )
-    if noise.max_epsilon is not None and noise.max_epsilon <= 0:
-        yield "noise.max-epsilon", "greater than 0"
     if noise.cohort_size and not noise.multiplier:
         yield (
             "noise.cohort-size",
             "0 unless noise.multiplier is above 0: a larger cohort's noise is that multiplier's, "
             "and a target epsilon is for the noise really added",
         )
-    if noise.cohort_population and not noise.cohort_size:
-        yield "noise.cohort-population", "0 unless noise.cohort-size is set"
 
 
 def _devices(c: RunConfig) -> Refusals:

@@ -69,7 +69,11 @@ class RunConfig(ConfigTable):
     """The run's name, and its directory's: letters, digits, '.', '_' and '-'."""
     title: Annotated[str, OUTSIDE_RELEASE, OUTSIDE_TRAINING] = ""
     """The run's title in reports, in any words."""
-    seed: Annotated[int, OUTSIDE_TRAINING] = 1
+    seed: Annotated[
+        int,
+        OUTSIDE_TRAINING,
+        Constraint(lambda seed: 0 <= seed < 2**63, "an integer from 0 to 2^63 - 1"),
+    ] = 1
     """The seed of all random draws: the same seed and config give the same model, byte for byte."""
     objects: Annotated[str, OUTSIDE_RELEASE, _MARK] = ""
     """Which Python objects the run was given (model=, data=, partition=, strategy=), without which

@@ -92,7 +92,12 @@ class DataSection(Choice, table="data"):
     10,000."""
     test: Annotated[Range, OUTSIDE_RELEASE] = ""
     """A range of the test examples to use, as in data.train."""
-    validation: Annotated[float, Ge(0)] = 0.0
+    validation: Annotated[
+        float,
+        Constraint(
+            lambda n: 0 <= n < 1 or n == int(n) > 0, "0, a share below 1, or a whole number"
+        ),
+    ] = 0.0
     """Training examples held out for validation, to choose settings and rounds by: a share below 1,
     or a number; 0 for none."""
 
