@@ -89,6 +89,10 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors may add a BOM
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):  # Python's advice, which is no use here
+            raise ValueError("an integer has too many digits") from None
+        raise
 
 
 def require(path: Path) -> Path:
