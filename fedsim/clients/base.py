@@ -92,8 +92,8 @@ class RunFacts:
         if bound is None or fixed:
             return bound
         raise FedsimError(
-            f"{type(algorithm).__name__} (client.name) needs the bounded update that enters the "
-            f"sum, but clients do not know how {bound} (mechanism.name) bounds it; it must be "
+            f"{algorithm.label} (client.name) needs the bounded update that enters the "
+            f"sum, but clients do not know how {type(bound).__name__} (mechanism.name) bounds it; it must be "
             "'clipping', 'norm-bound' or 'normalization', alone and in a private run, which bound "
             "by the norm alone, the same way in every round."
         )
@@ -235,6 +235,11 @@ class LocalAlgorithm(ABC):
     """
 
     @property
+    def label(self) -> str:
+        """Name in messages: that of the class, or of the algorithm that a wrapper holds."""
+        return type(self).__name__
+
+    @property
     def carried(self) -> tuple[str, ...]:
         """Names of the state entries that a client may carry over to its next round.
 
@@ -368,7 +373,7 @@ def refuse_vectors(algorithm: LocalAlgorithm) -> None:
     """
     if algorithm.sends:
         raise FedsimError(
-            f"client.name names {type(algorithm).__name__}, which sends "
+            f"client.name names {algorithm.label}, which sends "
             f"{', '.join(algorithm.sends)} in addition to the update; in a run that is private at "
             "client or example level it must send its update alone, since a plan bounds and noises "
             "nothing else (Scaffold.for_run gives such an algorithm)."

@@ -44,6 +44,7 @@ class Proximal(LocalAlgorithm):
     remembers, plain_means, parts = _inner("remembers"), _inner("plain_means"), _inner("parts")
     point, phase, finish = _inner("point"), _inner("phase"), _inner("finish")
     report, send, combine = _inner("report"), _inner("send"), _inner("combine")
+    label = _inner("label")
 
     def for_run(self, facts: RunFacts) -> Proximal:
         """The same pull on the wrapped algorithm, with the settings of that chosen for this run."""

@@ -126,7 +126,7 @@ class ClientTraining:
         is_harmed = algorithm.plain_means if bound.guarantee == "none" else bool(algorithm.sends)
         if bound == NoPrivacy("uniform") or not is_harmed:
             return
-        name = type(algorithm).__name__
+        name = algorithm.label
         if type(bound) is NoPrivacy:
             raise FedsimError(
                 f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, but "
@@ -138,7 +138,7 @@ class ClientTraining:
             else "unless clients send their update alone (FedNova does with client.reach)"
         )
         raise FedsimError(
-            f"{bound} (mechanism.name) weighs or bounds what clients send, but {name} "
+            f"{type(bound).__name__} (mechanism.name) weighs or bounds what clients send, but {name} "
             f"(client.name) needs its plain mean; it must be 'none' {must}."
         )
 
@@ -153,19 +153,19 @@ class ClientTraining:
         )
         if not (by_norm or isinstance(bound, NoPrivacy)):
             raise FedsimError(
-                f"{bound} (mechanism.name) bounds by more than a row's norm, and some of a row's "
+                f"{type(bound).__name__} (mechanism.name) bounds by more than a row's norm, and some of a row's "
                 "entries are frozen in each round (adapter.factors = 'alternating'); it must be "
                 "'clipping', 'normalization', 'quantile-clipping' or 'none', alone."
             )
         if not isinstance(plan.noise, Independent):
             raise FedsimError(
-                f"{plan.noise} (noise.name) cancels over rounds, which fails if some of a row's "
+                f"{type(plan.noise).__name__} (noise.name) cancels over rounds, which fails if some of a row's "
                 "entries are frozen in each (adapter.factors = 'alternating'); it must be "
                 "'independent'."
             )
         if self.algorithm is not None and self.algorithm.receives:
             raise FedsimError(
-                f"{type(self.algorithm).__name__} (client.name) sends vectors of all parameters, "
+                f"{self.algorithm.label} (client.name) sends vectors of all parameters, "
                 "and some are frozen in each round (adapter.factors = 'alternating'); it must send "
                 "its update alone."
             )

@@ -126,8 +126,8 @@ class Releaser:
         if noise.correlated and mechanism.init(layout):
             unit, table = ("rounds", "") if exact else ("steps", "client.")
             raise FedsimError(
-                f"noise is correlated over {unit} ({table}noise.name), and the bound {mechanism} "
-                f"({table}mechanism.name) changes between {unit}; use a constant one (clipping)."
+                f"noise is correlated over {unit} ({table}noise.name), and the bound "
+                f"{type(mechanism).__name__} ({table}mechanism.name) changes between {unit}; use a constant one (clipping)."
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise
         splits = {r: mechanism.noise_multipliers(noise.multiplier, r, layout) for r in numbers}

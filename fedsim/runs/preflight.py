@@ -251,7 +251,7 @@ def _try_step(resolved: Resolved) -> None:
     )
     if result is not None:
         raise FedsimError(
-            f"client.name names {type(algorithm).__name__}, whose step returns a "
+            f"client.name names {algorithm.label}, whose step returns a "
             f"{type(result).__name__}; it must change the state that it is given, and return "
             "nothing."
         )

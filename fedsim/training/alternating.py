@@ -38,7 +38,7 @@ def check(algorithm: LocalAlgorithm, state: str, personal: object) -> None:
     """
     if algorithm.receives:
         raise FedsimError(
-            f"client.name names {type(algorithm).__name__}, which is sent "
+            f"client.name names {algorithm.label}, which is sent "
             f"{', '.join(algorithm.receives)} of all parameters; where they are trained in "
             "turns (adapter.factors) it must be another algorithm."
         )

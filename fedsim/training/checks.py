@@ -181,7 +181,7 @@ def check_algorithm(
     ------
     FedsimError
     """
-    name = type(algorithm).__name__
+    name = algorithm.label
     if algorithm.receives and personal:
         raise FedsimError(
             f"model.personal is set, but {name} (client.name) is sent "
@@ -320,7 +320,7 @@ def check_statistics(
         if algorithm.point(state) is not state["theta"]:
             raise FedsimError(
                 f"model module '{layer}' keeps running statistics of one model, and "
-                f"{type(algorithm).__name__} (client.name) takes gradients at others too; it must "
+                f"{algorithm.label} (client.name) takes gradients at others too; it must "
                 "be another algorithm, such as sgd, adam or fedrep."
             )
         algorithm.step(state, Dense(torch.zeros_like(state["theta"])), Step(1, index))

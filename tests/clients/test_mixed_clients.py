@@ -107,7 +107,7 @@ MIXED: list[LocalAlgorithm] = [
 
 @pytest.mark.parametrize("algorithm", MIXED, ids=lambda a: f"{type(a).__name__}")
 def test_an_algorithm_that_mixes_clients_is_refused(algorithm: LocalAlgorithm) -> None:
-    with pytest.raises(FedsimError, match=rf"client\.name names {type(algorithm).__name__}, which"):
+    with pytest.raises(FedsimError, match=rf"client\.name names {algorithm.label}, which"):
         check(algorithm)
 
 

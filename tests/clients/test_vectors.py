@@ -587,7 +587,7 @@ def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() 
     [
         (Scaffold(0.2, control="gradient"), {}, r"client\.control is 'gradient'.*must be 'steps'"),
         (Scaffold(0.2), {"steps": None}, r"client\.steps must be the number of local steps"),
-        (Scaffold(0.2), {"bound": AdaClip()}, r"clients do not know how .* bounds it"),
+        (Scaffold(0.2), {"bound": AdaClip()}, r"know how AdaClip \(mechanism\.name\) bounds it"),
         (Scaffold(0.2), {"bound": QuantileClipping()}, r"clients do not know how .* bounds it"),
         (Scaffold(0.2), {"bound": PerLayer(Clipping())}, r"Scaffold .client.name. needs"),
     ],
