@@ -55,6 +55,14 @@ def rounded(row: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.tensor([round(float(v) / unit) * unit for v in row], dtype=row.dtype)
 
 
+def test_a_share_is_of_so_many_coordinates_as_its_decimals_say() -> None:
+    for hundredths in range(1, 101):
+        share = Compression(share=hundredths / 100)
+        for d in (1, 7, 100, 650, 10_000, 1_000_000):
+            assert share.coordinates(d) == -(-hundredths * d // 100)
+    assert Compression(share=1e-20).coordinates(10**6) == 1
+
+
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("text", ["top-k(0.2)", "bits(4)", "bits(1)"])
 def test_clients_send_what_a_plain_loop_does_and_keep_the_rest(text: str, block_size: int) -> None:
