@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
 from fedsim.deploy.party_files import Names, read_party, read_roster, write_party
 from fedsim.deploy.policy import NODE, Policy
 from fedsim.deploy.processes import Service, program
+from fedsim.errors import FedsimError
 from fedsim.privacy.manifest import LEDGER_KEY
 from fedsim.settings import Constraint, Ge
 
@@ -115,7 +117,17 @@ class SuperLink:
             own files.
         host : str
             Address on which to listen for nodes; ``0.0.0.0`` if they are on other machines.
+
+        Raises
+        ------
+        FedsimError
+            If Flower would open its database in another place than ``state``.
         """
+        if re.search("[?%]", str(state.resolve())):  # it makes a URL of the path
+            raise FedsimError(
+                f"the state directory is {state.resolve()}; it must have no '?' and no '%' in its "
+                "path, after which Flower would keep its database in another place."
+            )
         warn_of_newer_flower()
         files = self.directory
         if not self.insecure:

@@ -78,3 +78,11 @@ def test_a_mistake_in_a_policy_or_a_roster_is_told_at_the_start(tmp_path):
     made.roster.unlink()
     with pytest.raises(FedsimError, match=r"clients\.toml is not a list of clients"):
         SuperLink.load(made.superlink).services(tmp_path / "state")
+
+
+@pytest.mark.parametrize("name", ["what?", "a%41b"])
+def test_a_path_that_would_move_the_database_is_refused(tmp_path, name):
+    made = Federation.create(tmp_path / name, nodes=1)
+    with pytest.raises(FedsimError, match=r"must have no '\?' and no '%' in its path"):
+        SuperLink.load(made.superlink).services(tmp_path / name / "state")
+    assert SuperLink.load(made.superlink).services(tmp_path / "state")
