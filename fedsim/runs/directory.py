@@ -111,8 +111,14 @@ class RunDirectory:
         ------
         FedsimError
             If it has a run and ``overwrite`` is False; if another run is writing to it; if it has
-            no marker but files named like a run's, which may be the user's; if it is a file.
+            no marker but files named like a run's, which may be the user's; if it is a file, or its
+            name is not UTF-8.
         """
+        if re.search(r"[\ud800-\udfff]", str(self.path)):  # bytes that are not UTF-8
+            raise FedsimError(
+                f"--out {self.path} is not valid UTF-8; it must be, since safetensors, the format "
+                "of models and checkpoints, opens no other file."
+            )
         with self._explained():
             if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():
                 raise FedsimError(f"--out {self.path} is a file; it must be a directory.")

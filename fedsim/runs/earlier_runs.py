@@ -314,7 +314,7 @@ def refuse_other_files(
     try:
         noted = json.loads(regular_files.read_text(path))
         origin, files = str(noted["directory"]), {k: Path(v) for k, v in noted["files"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return  # no relative paths, or an earlier version's run
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FedsimError(f"{path} is damaged ({error}); restore what the run wrote.") from None

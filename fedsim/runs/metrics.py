@@ -154,12 +154,12 @@ class MetricsFile:
         if unknown:
             raise ValueError(f"metrics.csv has no column {unknown[0]!r}.")
         line = _csv_line([row.get(column, "") for column in self._columns])
-        with named_errors(self.path), open(self.path, "ab", opener=regular_files.opener) as file:
+        with named_errors(self.path), open(self.path, "ab", opener=_opener_of_existing) as file:
             file.write(line)
 
     def sync(self) -> None:
         """Sync the rows to disk, before a checkpoint that relies on them."""
-        with named_errors(self.path), open(self.path, "ab", opener=regular_files.opener) as file:
+        with named_errors(self.path), open(self.path, "rb", opener=regular_files.opener) as file:
             os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
@@ -168,12 +168,15 @@ class MetricsFile:
         Raises
         ------
         FedsimError
-            If a value is not a number.
+            If a value is not a number, or a row has no round.
         """
         try:
-            return [{key: _number(text) for key, text in row.items()} for row in self._texts()]
+            rows = [{key: _number(text) for key, text in row.items()} for row in self._texts()]
         except (ValueError, TypeError, csv.Error) as error:
             raise self._damaged(str(error)) from None
+        if any("round" not in row for row in rows):
+            raise self._damaged("a row has no round")
+        return rows
 
     def rows_before(self, length: int, code: str) -> list[Row]:
         """The first ``length - 1`` rows; empty if the file was removed.
@@ -229,6 +232,11 @@ def update_code(code: hmac.HMAC, row: Mapping[str, object]) -> None:
     """Add a row, as written in metrics.csv, to an HMAC; the order of columns does not matter."""
     # `csv` writes numbers by `str` too, so that a row read back as text gives the same code.
     code.update("".join(f"{key}={row[key]}\n" for key in sorted(row)).encode() + b"\n")
+
+
+def _opener_of_existing(path: str, flags: int) -> int:
+    """Opener that creates nothing: a file that was removed must not return without its header."""
+    return regular_files.opener(path, flags & ~os.O_CREAT)
 
 
 def _number(text: str) -> float | int:

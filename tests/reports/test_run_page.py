@@ -382,6 +382,7 @@ def test_a_config_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
         (lambda run: (run / "summary.json").write_text('{"format": 9}'), "has format 9"),
         (lambda run: (run / "summary.json").write_text("{"), "is damaged"),
         (lambda run: (run / "metrics.csv").write_text("round\nx\n"), "is damaged"),
+        (lambda run: (run / "metrics.csv").write_text("1,0.5\n2,0.7\n"), "a row has no round"),
         (lambda run: (run / "ledger.jsonl").write_text("x\n"), "ledger"),
     ],
 )

@@ -232,6 +232,12 @@ def test_a_directory_that_cannot_be_written_to_is_refused_and_left_as_it_was(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_whose_checkpoints_could_not_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match=r"run-\? is not valid UTF-8; it must be"):
+        fedsim.run(RunConfig(), out=tmp_path / os.fsdecode(b"run-\xff"))
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text('{"format": 2}')
     with pytest.raises(FedsimError, match="format 2, and this fedsim knows 1"):
@@ -264,6 +270,18 @@ def test_a_row_costs_one_line_however_many_there_are(
         read = list(csv.DictReader(file))
     assert [row["round"] for row in read] == [str(number) for number in range(100)]
     assert read[7] == {"round": "7", "loss": "0.5", "asked": ""}
+
+
+def test_rows_are_not_written_to_a_file_without_header_if_theirs_was_removed(
+    tmp_path: Path,
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.metrics_file.start(["round"])
+    directory.metrics.unlink()
+    for write in (directory.metrics_file.sync, lambda: directory.metrics_file.append({"round": 1})):
+        with pytest.raises(FileNotFoundError, match=r"metrics\.csv"):
+            write()
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_row_makes_no_column(tmp_path: Path) -> None:
