@@ -326,14 +326,8 @@ class History:
             accountant = Accountant(charged.event for charged in self.effective[:-1])
         else:
             accountant = self.accountant.copy()
-        self._add(accountant, entry)
+        accountant.add(entry.event.once, entry.event.count - self._covered(entry))
         return accountant
-
-    def _add(self, accountant: Accountant, entry: Entry) -> None:
-        if covered := self._covered(entry):
-            accountant.add(entry.event.once, entry.event.count - covered)
-        else:
-            accountant.add(entry.event)
 
     def _covered(self, entry: Entry) -> int:
         """Invocations of an entry that a planned entry has charged already."""
@@ -362,7 +356,7 @@ class History:
 
     def add_unchecked(self, entry: Entry) -> None:
         """Count one more entry without checking it against earlier ones."""
-        self._add(self.accountant, entry)
+        self.accountant.add(entry.event.once, entry.event.count - self._covered(entry))
         self._note(entry)
 
     def _note(self, entry: Entry) -> None:
