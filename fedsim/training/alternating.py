@@ -64,7 +64,7 @@ def parts(
         personal = Personal.of(model, ())
         columns = alternation.trained(whole.payload.layout, turn).to(personal.initial.device)
         payload = replace(whole.payload, shared=personal.shared, columns=columns)
-        client_state = PersistentState("reset", whole.algorithm, personal, 0)
+        client_state = PersistentState("reset", whole.stepper.algorithm, personal, 0)
         rounds = make(model, client_state, payload)
         if (releases := rounds.releases) is not None:
             releases.changing = resting

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
+from fedsim.clients.base import PERSONAL_MASK
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Releaser
 from fedsim.randomness import Randomness
@@ -200,13 +200,13 @@ class LocalRounds:
         self._begin_round(clients, start, values)
         # Each client gets its own copies, since an algorithm may change them in place.
         named = {k: v.expand(n, -1).clone() for k, v in received.named.items()}
-        if self.algorithm.parts:  # it treats the personal parameters differently
+        if self.stepper.algorithm.parts:  # it treats the personal parameters differently
             named[PERSONAL_MASK] = self.client_state.personal.mask.expand(n, -1)
         if not self.trained.model.training:
             self.trained.model.train()
         metrics = self._metrics(clients)
         if not metrics["num-examples"].any():
-            sent = {k: torch.zeros_like(named[k]) for k in self.algorithm.sends}
+            sent = {k: torch.zeros_like(named[k]) for k in self.stepper.algorithm.sends}
             carried = CarriedState(np.zeros(n, dtype=np.bool_), {})
             return BlockResult(start.clone(), sent, carried, metrics)
         loop = self._loop(clients)
@@ -287,7 +287,7 @@ class LocalRounds:
         FedsimError
             If the algorithm has no such number.
         """
-        numbers = {**self.algorithm.numbers(), **self.server_numbers}
+        numbers = {**self.stepper.algorithm.numbers(), **self.server_numbers}
         values: dict[str, Floats] = {k: np.full(n, float(value)) for k, value in numbers.items()}
         for name, column in columns.items():
             if name not in values:
@@ -297,11 +297,6 @@ class LocalRounds:
                 )
             values[name] = np.asarray(column, dtype=np.float64)
         return values
-
-    @property
-    def algorithm(self) -> LocalAlgorithm:
-        """The clients' algorithm."""
-        return self.stepper.algorithm
 
     def _metrics(self, clients: RoundClients) -> dict[str, Floats]:
         """Metrics of a block's clients before they have trained."""
