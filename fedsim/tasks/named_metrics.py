@@ -53,7 +53,7 @@ class Accuracy(Hits):
         """Counts after more examples."""
         logits, classes = counted(outputs, targets)
         hits = int((logits.argmax(-1) == classes).sum())
-        return state + np.array([hits, len(classes)])
+        return state + np.array([hits, len(classes)], dtype=np.int64)
 
 
 @register("metric", "top-k")
@@ -73,7 +73,7 @@ class TopK(Hits):
         logits, classes = counted(outputs, targets)
         best = logits.topk(min(self.k, logits.shape[-1]), dim=-1).indices
         hits = int((best == classes[:, None]).sum())
-        return state + np.array([hits, len(classes)])
+        return state + np.array([hits, len(classes)], dtype=np.int64)
 
 
 @register("metric", "f1")
