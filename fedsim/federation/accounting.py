@@ -12,7 +12,6 @@ from fedsim.privacy import Accountant, Cost, Entry, Ledger
 from fedsim.privacy.claims import Budget, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.entry import Fact, Kind
-from fedsim.privacy.events import Event
 from fedsim.privacy.ledger_lines import GENESIS
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan
@@ -123,22 +122,18 @@ class Accounting:
         later_entries = self.ledger.entries[self.entries_in_state :]
         return sum((e.kind, e.round) == (self.kind, server_round) for e in later_entries)
 
-    def _charge(self, server_round: int) -> Event:
-        """The event that a round's line charges."""
+    def _entry(self, server_round: int) -> Entry:
+        """A round's line, without its clip norm and the hash of its sum."""
         event = self.plan.charge(server_round, self.attempt(server_round))
         extended = self.plan.extension is not None
         if extended and not event.count and not self.ledger.history.counts[event.once]:
             # The extension's first round was recorded under another extension, so that no line has
             # charged this one yet.
-            return event.once
-        return event
-
-    def _entry(self, server_round: int) -> Entry:
-        """A round's line, without its clip norm and the hash of its sum."""
+            event = event.once
         return Entry(
             kind=self.kind,
             round=server_round,
-            event=self._charge(server_round),
+            event=event,
             entropy=self.randomness.entropy,
             mechanism=str(self.plan.bound),
             release=self.release,
