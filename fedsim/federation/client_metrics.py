@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedsim.errors import keep_users_frames, printable
+from fedsim.errors import BudgetSpentError, keep_users_frames, printable
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
 from fedsim.federation.client_settings import ClientMetrics
@@ -254,16 +254,6 @@ class ClientEvaluation:
         """Accounting of its releases; None for metrics without noise, which are not charged."""
         return None
 
-    def due(self, server_round: int) -> bool:
-        """Whether clients evaluate in this round."""
-        return self.fraction > 0 and server_round % self.metrics.every == 0
-
-    def stops(self, server_round: int) -> str | None:
-        """Why the budget does not allow this round's evaluation; None if it does."""
-        if self.accounting is None or not self.due(server_round):
-            return None
-        return self.accounting.stops(server_round)
-
     def configure(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -271,13 +261,18 @@ class ClientEvaluation:
 
         Raises
         ------
+        BudgetSpentError
+            If the budget does not allow the round's evaluation.
         ValueError
             If metrics of the round, or of a later one, were released before.
         """
         self._instructions = None
-        if not self.due(server_round):
+        if not self.fraction or server_round % self.metrics.every:
             return []
-        if self.accounting is not None and server_round <= self.last_round:
+        accounting = self.accounting
+        if accounting is not None and (reason := accounting.stops(server_round)) is not None:
+            raise BudgetSpentError(reason)
+        if accounting is not None and server_round <= self.last_round:
             raise ValueError(
                 f"the evaluation of round {server_round} cannot follow that of round "
                 f"{self.last_round}: its noise and its clients would be drawn twice."

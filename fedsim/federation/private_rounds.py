@@ -374,9 +374,11 @@ class PrivateRounds(ResumableStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages that ask clients to evaluate; none if the budget does not allow a release."""
-        if self._stops(self.evaluation.stops(server_round)):
+        try:
+            return self.evaluation.configure(server_round, arrays, config, grid)
+        except BudgetSpentError as error:
+            self._stops(str(error))
             return []
-        return self.evaluation.configure(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
