@@ -131,6 +131,21 @@ def test_long_names_of_classes_leave_room_for_what_they_name(
     assert browser.evaluate(f"Math.max(...{names}.map((name) => name.clientWidth))") < 180
 
 
+@pytest.mark.parametrize("name", ["run", "named"])
+def test_the_headings_of_a_confusion_matrix_are_unbroken_words(
+    name: str, pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages[name], width=360)
+    lines = browser.evaluate(
+        """['first', 'last'].map((end) => {
+          const words = document.createRange();
+          words.selectNodeContents(document.querySelector(`.matrix thead th:${end}-child`));
+          return words.getClientRects().length;
+        })"""
+    )
+    assert lines == [1, 1]
+
+
 def test_a_strangers_title_runs_nothing(pages: dict[str, Path], browser: Browser) -> None:
     browser.open(pages["run"])
     assert browser.evaluate("document.title") == f"{EVIL} – fedsim"
