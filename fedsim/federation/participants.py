@@ -151,20 +151,16 @@ class Participants:
         if outsiders:
             _log.warning("%d nodes beyond the population have no part in the run.", outsiders)
 
-    def recipients_of_round(self, server_round: int, grid: Grid) -> Recipients:
-        """Sample this round's cohort; its clients that are available and replying take part.
+    def available_part(
+        self, server_round: int, cohort: Ids, grid: Grid, replying: AvailabilityRule | None
+    ) -> Recipients:
+        """The clients of a ``cohort`` that are available and ``replying``: they take part.
 
         Raises
         ------
         FedsimError
             If the nodes are no clients of this population, or too few came in time.
         """
-        return self.available_part(server_round, self.cohort(server_round), grid, self.replying)
-
-    def available_part(
-        self, server_round: int, cohort: Ids, grid: Grid, replying: AvailabilityRule | None
-    ) -> Recipients:
-        """The clients of a ``cohort`` that are available and ``replying``."""
         nodes, present = self.nodes(grid), cohort
         if not isinstance(nodes, ConsecutiveNodes) or len(nodes) < self.population:
             present = cohort[[client in nodes for client in cohort.tolist()]]

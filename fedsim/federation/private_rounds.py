@@ -117,7 +117,8 @@ class PrivateRounds(ResumableStrategy):
         layout = self.take_layout(server)
         attempt = self._accounting.attempt(server_round)
         self._aggregation_settings.noise.set_attempt(server_round, attempt)
-        recipients = self.participants.recipients_of_round(server_round, grid)
+        cohort, replying = self.participants.cohort(server_round), self.participants.replying
+        recipients = self.participants.available_part(server_round, cohort, grid, replying)
         vector = self._model.flatten(server)
         if self._stops(
             self._client_training.over_budget(vector, recipients.client_ids, server_round)
