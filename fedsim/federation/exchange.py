@@ -187,11 +187,6 @@ class Replies(Iterable[Message]):
         for block in self.blocks():
             yield from messages_of(self.instructions, block)
 
-    def drain(self) -> None:
-        """Train the clients whose blocks were not consumed, and drop the blocks."""
-        for _ in self.blocks():
-            pass
-
 
 def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     """Flower replies of a block's clients, with their trained parameters and metrics."""

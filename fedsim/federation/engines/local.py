@@ -210,7 +210,8 @@ class LocalGrid(Closed, OwnGrid):
             next messages are sent.
         """
         if self._open is not None:
-            self._open.drain()
+            for _ in self._open.blocks():  # train the clients whose blocks were not read
+                pass
             self._open = None
         # Instructions of fedsim's own strategy are trained in blocks. Other strategies send plain
         # messages, as do wrappers that iterate over the instructions; each is answered by itself.
