@@ -102,10 +102,6 @@ class DenseLayers:
         self._kernels: dict[int, DenseKernel | None] = {}
         self._viewed: tuple[Tensor, list[Parameters]] | None = None
 
-    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
-        """Outputs ``[n, B, K]`` at ``theta [n, D]``, operation by operation."""
-        return self._values(theta, x)[-1]
-
     def gradient(
         self,
         theta: Tensor,
@@ -143,7 +139,7 @@ class DenseLayers:
         self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], with_inputs: bool
     ) -> tuple[Factored, Tensor | None]:
         """`gradient` by batched products over the clients."""
-        values = self._values(theta, x)
+        values = self.values(theta, x)
         delta = deltas(values[-1])
         factors: list[Factor] = []
         first = 0 if with_inputs else self.first_trained
@@ -162,8 +158,8 @@ class DenseLayers:
                 delta = torch.bmm(delta, self._parameters(theta)[i][0], out=inputs)
         return Factored(factors, self.packing), inputs if with_inputs else None
 
-    def _values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
-        """Inputs of every layer, and the outputs, each ``[n, B, width]``."""
+    def values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
+        """Inputs of every layer, and the outputs, each ``[n, B, width]``; without a kernel."""
         values = [_on_lines(x)]
         for layer, (weight, bias) in zip(self.layers, self._parameters(theta), strict=True):
             h = aligned_empty(x, *x.shape[:2], weight.shape[1])

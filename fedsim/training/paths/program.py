@@ -207,7 +207,7 @@ class Program:
                 for row, images in zip(theta, x, strict=True)
             )
             x = torch.stack([activations[-1].outputs for activations in passes])
-        return self.dense.outputs(theta, x.flatten(2))
+        return self.dense.values(theta, x.flatten(2))[-1]
 
     def gradient(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
