@@ -136,8 +136,7 @@ class PrivateRounds(ResumableStrategy):
         )
         for extra in self.extras.values():
             instructions = extra.send(instructions)
-        run = {RUN: self.ledger.run} if self.protects else {}
-        entries = {**instructions.config, **run, "server-round": server_round}
+        entries = {**instructions.config, RUN: self.ledger.run, "server-round": server_round}
         aggregation = self.aggregation(
             self._aggregation_settings,
             replace(instructions, config=ConfigRecord(entries)),
@@ -375,6 +374,7 @@ class PrivateRounds(ResumableStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages that ask clients to evaluate; none if the budget does not allow a release."""
+        config = ConfigRecord({**config, RUN: self.ledger.run})
         try:
             return self.evaluation.configure(server_round, arrays, config, grid)
         except BudgetSpentError as error:

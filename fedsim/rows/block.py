@@ -7,8 +7,8 @@ a round's parameters a trainer receives config entries (`BlockTrainer.receive`):
   mean, once there is one, and each client reports its final state as a metric of the same name.
 - `KEEP_SINCE`: clients keep their state on disk, and the run may return to the end of this round:
   states from then on must not be deleted.
-- `RUN`: id of a private run, the same after a resume, and different for every other run. By it
-  clients recognise rounds that they have already trained in.
+- `RUN`: id of the run, the same after a resume, and different for every other run. By it clients
+  recognise rounds that they have already trained in, and their own state of this run.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.engines.forked import can_train_forked, helpful_workers
 from fedsim.federation.engines.process import torch_defaults
 from fedsim.partitions import Partition
-from fedsim.privacy.durable import archive
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
@@ -35,7 +34,6 @@ from fedsim.runs.earlier_runs import (
     refuse_other_objects,
     resumed_config,
 )
-from fedsim.runs.factories import state_dir
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
@@ -136,8 +134,6 @@ def run(
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
                 write_record(resolved, directory.path)
                 note_files(directory.path, resolved.config)
-        if not resume:
-            _archive_client_state(resolved.config)
         if grid is not None:
             return drive(
                 resolved, grid, directory, {CALLERS_CALLBACKS: Callbacks.numbered(callbacks)}
@@ -252,19 +248,6 @@ def _refuse_flags(
             f"{flag}=True {does} the run in a directory, and out= names none; the command's is "
             f"out='runs/{config.name}'."
         )
-
-
-def _archive_client_state(config: RunConfig) -> None:
-    """Archive the clients' state of an earlier run of this name: a new run must not use it.
-
-    Their ledgers are in another directory and still count. On remote nodes only their operators
-    can archive the state.
-    """
-    directory = state_dir(config)
-    if directory is None or config.engine.federation or not directory.is_dir():
-        return
-    place = archive(directory) / directory.name
-    _log.info("the clients' state of an earlier run '%s' is now in %s.", directory.name, place)
 
 
 def _needs_state_dir(config: RunConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -186,6 +187,9 @@ def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
 class StateStore:
     """Store of clients' state between rounds; this base class keeps none."""
 
+    def join(self, run: str) -> None:
+        """Use the state of the run with this id only."""
+
     def load(self, client_ids: Ids, round: int | None) -> CarriedState:
         """State of these clients from before ``round``; the latest if it is None."""
         return CarriedState(np.zeros(len(client_ids), dtype=np.bool_), {})
@@ -277,7 +281,7 @@ class MemoryStore(StateStore):
 
 
 class FileStore(StateStore):
-    """State on disk, ``client-ID/round-R.safetensors``, for processes that end with a round.
+    """State on disk, ``RUN/client-ID/round-R.safetensors``, for processes that end with a round.
 
     Each round's state is a file of its own, written to a draft and renamed, so that a process
     killed at any instant leaves a whole file or none. Two rounds are kept: a round that is trained
@@ -288,14 +292,21 @@ class FileStore(StateStore):
     Parameters
     ----------
     directory : path
-        Directory of one run.
+        Directory of all runs of one name; `join` makes it that of one run, so that one run never
+        starts from what clients kept in another.
     """
 
     KEEP = 2
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.directory = self._of_all_runs = directory
         self._oldest_round: int | None = None
+
+    def join(self, run: str) -> None:
+        """Use the run's own directory from now on."""
+        # A digest, since a server may send any text.
+        name = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        self.directory = self._of_all_runs / name
 
     def keep_since(self, round: object) -> None:
         """Also keep states of the end of ``round`` and since; None: no such round."""

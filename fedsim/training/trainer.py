@@ -219,7 +219,7 @@ class Trainer:
     def receive(self, config: Mapping[str, object]) -> None:
         """Read the entries of a round's config that are for clients.
 
-        These are the state that the server averages, FedProx's mu, and the run's name.
+        These are the state that the server averages, FedProx's mu, and the run's id.
 
         Raises
         ------
@@ -242,7 +242,8 @@ class Trainer:
         self.randomness = Randomness(self.randomness.seed, release)
 
     def join(self, run: str) -> None:
-        """Set the run's name, by which clients' ledgers recognise a round that is repeated."""
+        """Set the run's id, by which clients recognise repeated rounds and their state."""
+        self.client_state.store.join(run)
         for part in self._parts:
             if part.releases is not None:
                 part.releases.run = run

@@ -15,7 +15,7 @@ from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
-from fedsim.rows.block import CLIENT_IDS, CLIENT_STATE
+from fedsim.rows.block import CLIENT_IDS, CLIENT_STATE, RUN
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.client_state import FileStore, MemoryStore
 
@@ -156,6 +156,29 @@ def test_rounds_made_again_from_the_first_on_keep_state_as_they_did(tmp_path):
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=False))
     latest = FileStore(tmp_path).load(IDS, None)
     assert latest.rows["eta"].tolist() == second[-1].tolist()
+
+
+def test_runs_that_share_a_directory_do_not_start_from_each_others_state(tmp_path):
+    """At once, or one after the other: a node's directory is shared by all runs of one name."""
+    alone, found = trainer_of("client"), {"a": [], "b": []}
+    for t in (1, 2, 3):
+        expected = next(alone.train(alone.initial(), IDS, t)).rows
+        for run, rows in found.items():
+            shared = trainer_of("client", state_dir=tmp_path)  # a process for each message
+            shared.receive({RUN: run})
+            rows.append(torch.equal(next(shared.train(shared.initial(), IDS, t)).rows, expected))
+    assert found == {"a": [True] * 3, "b": [True] * 3}
+    # Whoever sends the id does not choose a path with it.
+    hostile = trainer_of("client", state_dir=tmp_path / "of" / "nodes")
+    hostile.receive({RUN: "../../outside"})
+    next(hostile.train(hostile.initial(), IDS, 1))
+    assert not (tmp_path / "outside").exists()
+    assert len(list((tmp_path / "of" / "nodes").iterdir())) == 1
+    # A client's first round may be a later one of its run.
+    new = trainer_of("client", state_dir=tmp_path)
+    new.receive({RUN: "c"})
+    fresh = trainer_of("client")
+    assert torch.equal(*(next(t.train(t.initial(), IDS, 4)).rows for t in (new, fresh)))
 
 
 def test_a_checkpoint_of_the_state_goes_on_where_it_was():

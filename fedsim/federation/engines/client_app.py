@@ -28,7 +28,7 @@ from fedsim.federation.aggregation.shares import (
 from fedsim.federation.exchange import metric_record
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
-from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, Ids
+from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, RUN, Ids
 from fedsim.training import Trainer
 from fedsim.training.local_rounds import LocalResult
 
@@ -101,6 +101,8 @@ def client_app(
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         trainer, ids = trainer_for(context), _client_ids(context)
+        if isinstance(run := _config(message).get(RUN), str):
+            trainer.join(run)
         _, arrays = _arrays(message)
         vector = trainer.layout.flatten(arrays.to_torch_state_dict())
         (block,) = trainer.evaluate(vector, ids, _round(message))
