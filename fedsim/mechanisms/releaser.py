@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -135,11 +135,10 @@ class Releaser:
         for split in splits.values():
             vectors = [f"{segment.prefix}sum" for segment in segments]
             check_split(noise.multiplier, split, vectors, mechanism)
-        self._splits = [splits[r] for r in numbers]
         self._terms = SumDefinition(
             segments=segments,
             sides=mechanism.sides,
-            split=self._splits[0],
+            split=splits[numbers[0]],
             owners=None if self._is_single else len(numbers),
             device=torch.device(device),
             # Without a guarantee there are bare sums, which need the grid to be exact.
@@ -149,15 +148,14 @@ class Releaser:
         self.most_rows = self._terms.most_rows
         """Largest number of rows of a sum, up to which it is exact; more are refused."""
         self._denominators = self._per_sum(numbers)
-        self._multipliers = self._multipliers_by_name(self._splits)
+        self._multipliers = {
+            name: self._per_sum([splits[r][name] for r in numbers]) for name in self._terms.split
+        }
+        """Noise multipliers ``[...]`` by the name of the part."""
 
     def _per_sum(self, numbers: Sequence[float]) -> Tensor:
         zeros = self._terms.zeros
         return zeros.new_tensor(numbers).view(zeros.shape)
-
-    def _multipliers_by_name(self, splits: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
-        """Noise multipliers ``[...]`` by the name of the part."""
-        return {name: self._per_sum([split[name] for split in splits]) for name in splits[0]}
 
     def start(self, state: State, active: int | None = None) -> PartialSum:
         """Empty sums for one round.
@@ -242,13 +240,13 @@ class Releaser:
 
     def draw_sizes(self, total: PartialSum) -> list[int]:
         """Sizes of the draws that a release of ``total`` takes from each source, in order."""
-        return [*_noise_sizes(self._splits[0], total.grids).values()]
+        return [*_noise_sizes(self._terms.split, total.grids).values()]
 
     def noised(
         self,
         total: PartialSum,
         sources: Sequence[NoiseSource],
-        drawn_multiplier: Callable[[float], float] | None = None,
+        drawn_multiplier: Callable[[Any], Any] | None = None,
     ) -> tuple[dict[str, Tensor], NoiseState]:
         """Every noisy sum in units of its grid, and the noise's next state.
 
@@ -259,17 +257,18 @@ class Releaser:
         Parameters
         ----------
         drawn_multiplier : callable, optional
-            Maps each noise multiplier to the one to draw at: that of a share, or of a top-up.
+            Maps a noise multiplier, or a tensor of them, to the one to draw at: that of a share,
+            or of a top-up.
         """
-        grids, split, multipliers = total.grids, self._splits[0], self._multipliers
+        grids, split, multipliers = total.grids, self._terms.split, self._multipliers
         noise_state: NoiseState = {
             name.removeprefix(NOISE_PREFIX): tensor
             for name, tensor in total.before.items()
             if name.startswith(NOISE_PREFIX)
         }
         if drawn_multiplier is not None:
-            splits = [{k: drawn_multiplier(z) for k, z in split.items()} for split in self._splits]
-            split, multipliers = splits[0], self._multipliers_by_name(splits)
+            split = {name: drawn_multiplier(z) for name, z in split.items()}
+            multipliers = {name: drawn_multiplier(z) for name, z in multipliers.items()}
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
         sizes = _noise_sizes(split, grids)
         if not sizes:
