@@ -272,18 +272,29 @@ class InferenceModel(nn.Module):
         return outputs
 
 
-def numbers_of(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """Examples as a tensor: converted to ``dtype`` if that is floating, else unchanged.
+def numbers_of(array: npt.NDArray[Any], dtype: torch.dtype, vocabulary: int) -> Tensor:
+    """Examples as a tensor: converted to ``dtype`` if that is floating, tokens to int64.
 
     Raises
     ------
     FedsimError
-        If they are not numbers, or not finite in that dtype (NaN would predict the first class).
+        If they are not numbers that a model of inputs of this dtype takes: tokens below
+        ``vocabulary``, or images; or not finite in it (NaN would predict the first class).
     """
-    if array.dtype.kind not in "biuf":
-        raise FedsimError(f"examples are of dtype {array.dtype}; they must be real numbers.")
+    kinds, allowed = "biuf", "real numbers"
+    if vocabulary:
+        kinds, allowed = "iu", f"tokens, whole numbers from 0 to {vocabulary - 1}"
+    elif dtype == torch.uint8 and array.dtype != np.uint8:
+        kinds, allowed = "f", "images of dtype uint8, or floating"
+    if array.dtype.kind not in kinds:
+        raise FedsimError(f"examples are of dtype {array.dtype}; they must be {allowed}.")
+    if vocabulary and array.size and not 0 <= array.min() <= array.max() < vocabulary:
+        raise FedsimError(
+            f"examples are from {array.min()} to {array.max()}; they must be {allowed}."
+        )
     numbers = torch.from_numpy(np.ascontiguousarray(array, torch_dtype(array)))
-    numbers = numbers.to(dtype) if dtype.is_floating_point else numbers
+    if vocabulary or dtype.is_floating_point:
+        numbers = numbers.to(torch.int64 if vocabulary else dtype)
     if not numbers.isfinite().all():
         raise FedsimError(
             f"examples have NaN or infinite numbers as {numbers.dtype}; all must be finite."

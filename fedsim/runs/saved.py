@@ -284,7 +284,7 @@ class SavedRun:
                 f"examples have shape {array.shape}; this model takes {('N', *shape)}, such as "
                 "x[None] for one example x."
             )
-        return numbers_of(array, self.input_dtype)
+        return numbers_of(array, self.input_dtype, self._dataset.vocabulary)
 
     def evaluate(self, data: object = "") -> dict[str, float]:
         """Loss and metrics on test examples.

@@ -307,6 +307,26 @@ def test_one_output_without_an_axis_is_a_logit_of_each_class(tmp_path: Path, inn
     assert (predicted == y).mean() == saved.evaluate(data)["accuracy"]
 
 
+def test_examples_of_another_kind_than_the_models_are_refused(tmp_path: Path) -> None:
+    config = fedsim.RunConfig().replace(rounds=1, partition={"clients": 2})
+    rng = np.random.default_rng(0)
+    tokens, images = rng.integers(0, 9, (8, 4)), rng.integers(0, 256, (8, 5, 5)).astype(np.uint8)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(9, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2)
+    )
+    for name, x, own in (("tokens", tokens, model), ("images", images, None)):
+        fedsim.run(config, data=((x, np.arange(8) % 2),) * 2, model=own, out=tmp_path / name)
+    saved = fedsim.load(tmp_path / "tokens", model=model)
+    assert (saved.predict(tokens.astype(np.uint8)) == saved.predict(tokens)).all()
+    for wrong, has in ((tokens + 1, "from 1 to 9"), (-tokens, "from -8"), (tokens / 2, "float64")):
+        with pytest.raises(FedsimError, match=f"{has}.*; they must be tokens, .* from 0 to 8"):
+            saved.predict(wrong)
+    saved = fedsim.load(tmp_path / "images")
+    assert (saved.predict(images) == saved.predict(images[:, None] / 255)).all()
+    with pytest.raises(FedsimError, match="int64; they must be images of dtype uint8, or floating"):
+        saved.predict(images[:, None].astype(np.int64))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 2)])
 def test_predicted_numbers_have_the_shape_of_the_targets(tmp_path: Path, shape: Any) -> None:
     x, y = np.ones((8, 3), np.float32), np.ones((8, *shape), np.float32)
