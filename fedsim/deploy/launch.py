@@ -116,10 +116,11 @@ def _run_locally(
         _directory(out, config) as directory,
         CallbackServer(callbacks) as server,
         start_flower({OUT: str(directory), **server.variables}) as processes,
-        tempfile.TemporaryDirectory(prefix="fedsim-app-") as app,
     ):
         processes.start_all()
-        operator, bundle = processes.operator, write_app(Path(app), config.to_tree())
+        # In the processes' directory, which is removed even if this process is killed.
+        bundle = write_app(processes.directory / "app", config.to_tree())
+        operator = processes.operator
         run_id = operator.submit(bundle, federation_config=federation_config)
         with _interruptible_by(server):
             _follow(operator, run_id, processes.tend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -88,16 +89,20 @@ class Rehearsal(Processes):
         """
         port, fleet_port = free_ports(2)
         directory = Path(tempfile.mkdtemp(prefix="fedsim-federation-"))
-        federation = Federation.create(
-            directory, nodes=nodes, days=2, port=port, fleet_port=fleet_port
-        )
-        server_app, client_app = apps or (SERVER_APP, CLIENT_APP)
-        superlink = SuperLink.load(federation.superlink)
-        replace(superlink, app=server_app, modules=tuple(modules)).save()
-        for node in range(nodes):
-            replace(Node.load(federation.node(node)), app=client_app).save(policy)
-        rehearsal = cls(federation, variables=variables, logs=logs)
-        rehearsal.remove_at_end(directory)
+        try:
+            federation = Federation.create(
+                directory, nodes=nodes, days=2, port=port, fleet_port=fleet_port
+            )
+            server_app, client_app = apps or (SERVER_APP, CLIENT_APP)
+            superlink = SuperLink.load(federation.superlink)
+            replace(superlink, app=server_app, modules=tuple(modules)).save()
+            for node in range(nodes):
+                replace(Node.load(federation.node(node)), app=client_app).save(policy)
+            rehearsal = cls(federation, variables=variables, logs=logs)
+            rehearsal.remove_at_end(directory)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)  # it has private keys
+            raise
         return rehearsal
 
     @property

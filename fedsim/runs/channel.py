@@ -95,9 +95,19 @@ class DistantCallback(Callback):
     on_end, state, restore = map(_remote_method, ("on_end", "state", "restore"))
 
     def ask(self, *question: Any) -> Any:
-        """Call a method of the callbacks in the other process: its name, then its arguments."""
-        _send(self._connection, *question)
-        answer, self.asked_to_end = _receive(self._connection)
+        """Call a method of the callbacks in the other process: its name, then its arguments.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            If that process has ended. Its lock on the run's directory has ended with it: the run
+            must not continue there, where another process may have resumed it.
+        """
+        try:
+            _send(self._connection, *question)
+            answer, self.asked_to_end = _receive(self._connection)
+        except (OSError, EOFError):
+            raise KeyboardInterrupt from None
         return answer
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -50,3 +51,17 @@ def test_nodes_of_a_rehearsal_reach_the_superlink_of_this_machine(
     rehearsal.start_node(0)
     command = keep_up.call_args_list[0].args[0].command
     assert command[command.index("--superlink") + 1] == used
+
+
+def test_keys_of_a_temporary_federation_are_removed_if_its_start_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        assert [path.name for path in tmp_path.rglob("ca.key")] == ["ca.key"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Rehearsal, "start_superlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Rehearsal.temporary(1)
+    assert not any(tmp_path.iterdir())

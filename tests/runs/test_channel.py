@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
 import torch
 
 from fedsim import RunConfig
@@ -83,6 +89,30 @@ def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
     assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)
     assert Checkpoints(directory.checkpoint).rounds() == [2]
     assert Ending.read(directory.path)[0] == "interrupted"
+
+
+def test_a_run_ends_if_the_process_that_has_its_directory_is_killed(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    resolved = resolve(CONFIG)
+
+    class KilledInRoundTwo(Callback):
+        def on_round(self, status: RunStatus) -> None:
+            if status.round == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    if (child := os.fork()) == 0:
+        with CallbackServer([KilledInRoundTwo()]) as server:
+            writer.send(server.variables[CHANNEL])
+            time.sleep(60)
+        os._exit(0)
+    with directory.claim(resolved.config.to_toml()):
+        distant = DistantCallback(reader.recv())
+        with pytest.raises(KeyboardInterrupt):
+            drive(resolved, LocalGrid(resolved.trainer), directory, {CALLERS_CALLBACKS: distant})
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert Ending.read(directory.path).ended == "interrupted"
+    assert [row["round"] for row in directory.metrics_file.rows()] == [0, 1]
 
 
 def test_a_run_that_nobody_watches_asks_nobody(monkeypatch):
