@@ -108,10 +108,11 @@ def _check(where: str, tensors: Mapping[str, Tensor], entries: Mapping[str, Tens
         )
     for key, value in entries.items():
         tensor = tensors[key]
-        if tensor.shape != value.shape or not tensor.is_floating_point():
+        if tensor.shape != value.shape or tensor.is_floating_point() != value.is_floating_point():
+            kind = "floating point" if value.is_floating_point() else "of whole numbers"
             raise FedsimError(
-                f"{where} has {tensor.dtype} {list(tensor.shape)} for {key}; it must be floating "
-                f"point {list(value.shape)}."
+                f"{where} has {tensor.dtype} {list(tensor.shape)} for {key}; it must be {kind} "
+                f"{list(value.shape)}."
             )
         require_finite(where, key, tensor, value.dtype)
 
@@ -147,8 +148,8 @@ def _saved_modules(model: nn.Module) -> list[str]:
     Raises
     ------
     FedsimError
-        If the model itself has such a parameter, or peft (which matches the ends of names) would
-        confuse one of the modules with another.
+        If the model itself has such a parameter, or a module with an adapted layer in it, or peft
+        (which matches the ends of names) would confuse one of the modules with another.
     """
     adapters = low_rank_layers(model)
     inside = tuple(f"{name}." for name in adapters)
@@ -157,9 +158,10 @@ def _saved_modules(model: nn.Module) -> list[str]:
     saved = list(dict.fromkeys(name.rpartition(".")[0] for name in besides))
     names = [name for name, _ in model.named_modules()]
     for module in saved:
-        alike = [n for n in names if n.endswith(module) and n != module]
-        if not module or alike:
-            why = f"'{alike[0]}' ends alike" if module else "it is in no module of its own"
+        alike = [f"'{n}' ends alike" for n in names if n.endswith(module) and n != module]
+        within = [f"'{n}' in its module is adapted" for n in adapters if n.startswith(f"{module}.")]
+        if not module or alike or within:
+            why = [*alike, *within][0] if module else "it is in no module of its own"
             raise FedsimError(
                 f"model.trainable names {besides[0]}, which peft cannot save: {why}; "
                 "`--to safetensors` writes the whole model."

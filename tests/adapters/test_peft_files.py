@@ -122,6 +122,16 @@ def test_an_adapter_that_computes_something_else_is_refused(folder, change, sent
         LORA.load(net(), folder)
 
 
+def test_a_buffer_of_whole_numbers_is_written_and_read(tmp_path: Path) -> None:
+    model, fresh = Net(), Net()
+    model.head.register_buffer("places", torch.arange(3))
+    fresh.head.register_buffer("places", torch.zeros(3, dtype=torch.int64))
+    for name, content in LORA.files(adapted(LORA, model, 1, "head.weight")).items():
+        (tmp_path / name).write_bytes(content)
+    adapted(LORA, fresh, 9, "head.weight", str(tmp_path))
+    assert fresh.head.places.tolist() == [0, 1, 2]
+
+
 def test_damaged_files_are_refused(folder: Path) -> None:
     weights = folder / "adapter_model.safetensors"
     good = load_file(weights)
@@ -147,10 +157,16 @@ class Loose(Net):
         super().__init__()
         self.place = nn.Parameter(torch.zeros(4))
         self.overhead = nn.Linear(1, 1)
+        self.deep.register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize(
-    ("trainable", "why"), [("place", "in no module"), ("head.*", "ends alike")]
+    ("trainable", "why"),
+    [
+        ("place", "in no module"),
+        ("head.*", "ends alike"),
+        ("deep.scale", "'deep.in' in its module is adapted"),
+    ],
 )
 def test_what_peft_cannot_save_is_refused(trainable: str, why: str) -> None:
     with pytest.raises(FedsimError, match=why):
