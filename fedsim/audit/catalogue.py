@@ -72,8 +72,12 @@ SYSTEM_NOISE = checks_of("noise", ("noise with system entropy", plan.system_nois
 SEEDS = checks_of("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
 ANOTHER_RUN = checks_of("noise",
     ("noise of another run", noise.pairs, "noise is keyed by the seed alone"))
-ANOTHER_CLIENT = checks_of("noise",
-    ("noise of another client", plan.noise_of_clients, "clients share noise"))
+CLIENTS_RUN = (
+    *checks_of("ledger",
+        ("a line for every round", plan.line_for_every_round, "a release is not charged")),
+    *checks_of("noise",
+        ("noise of another client", plan.noise_of_clients, "clients share noise")),
+)
 RESUME = checks_of("noise",
     ("resume", plan.same_after_resume, "a resumed run draws noise again"))
 ADDRESSES = checks_of("noise",
@@ -102,6 +106,7 @@ DRAWS = (
          "rows are in more rounds than the plan counts on"),
         fits=lambda sampled: sampled.limits_participation),
 )
+PASSES = checks_of("sampler", ("passes", plan.passes, "batches overlap within a pass"))
 DECLARED_LAW = checks_of("sampler",
     ("declared inclusion probabilities", sampling.declared_law,
      "the sampler does not follow its own law"))

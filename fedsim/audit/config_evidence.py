@@ -24,8 +24,7 @@ from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
 from fedsim.audit.claim import AFFORDABLE_ROUNDS, budget_between
 from fedsim.audit.evidence import FEW_ROUNDS, MEDIUM_PARAMETERS
 from fedsim.audit.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
-from fedsim.audit.linear_model import GradientRecorder
-from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
+from fedsim.audit.local_training import ExampleEvidence, GradientRecorder, TrainerTarget
 from fedsim.audit.target import StrategyFactory, StrategyTarget, parameters
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -19,18 +19,20 @@ from torch import Tensor, nn
 
 from fedsim.audit import catalogue
 from fedsim.audit.bound_checks import Scale
-from fedsim.audit.checks import Finding, Floats, Gathered, Ids, checks_of, invariant, omitted_checks
+from fedsim.audit.checks import Finding, Floats, Gathered, Ids, omitted_checks
 from fedsim.audit.claim import AFFORDABLE_ROUNDS, Claim, budget_between
 from fedsim.audit.clients import ALONE, SyntheticClients, clipped_scale
 from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
-from fedsim.audit.linear_model import GradientRecorder, LinearLayers, first_output, linear_layer
 from fedsim.audit.neighbouring_runs import Neighbours
+from fedsim.audit.plan_checks import ExampleRun
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import Observation, Target, parameters
 from fedsim.audit.two_world import distinguish
+from fedsim.clients import LocalAlgorithm
+from fedsim.clients.base import Gradient, Step
+from fedsim.clients.base import State as ClientState
 from fedsim.errors import BudgetSpentError
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import Entry
 from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
@@ -45,26 +47,43 @@ D = 512
 SEEDS_TRIED = 10
 """Number of seeds tried for a batch with the canary: one seed has none in up to 2 % of audits."""
 
-Reports = Sequence[Mapping[str, Floats]]
+
+class LinearLayers(nn.Module):
+    """Sum of linear layers, each of its own part of the inputs."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.sizes = list(sizes)
+        self.layers = nn.ModuleList(linear_layer(size) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum of the layers' outputs, ``[B, 1]``."""
+        parts = zip(self.layers, torch.split(x, self.sizes, -1), strict=True)
+        return torch.stack([layer(part) for layer, part in parts]).sum(0)
+
+
+def linear_layer(size: int) -> nn.Module:
+    """A linear layer with one output."""
+    return nn.Linear(size, 1, bias=False, dtype=torch.float64)
+
+
+def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that is the output, so that the gradient of an example is the example."""
+    del targets
+    return outputs[:, 0]
 
 
 @dataclass(frozen=True)
-class ExampleRun:
-    """Releases of clients' local training.
+class GradientRecorder(LocalAlgorithm):
+    """Client algorithm that records every gradient and leaves the parameters unchanged."""
 
-    Attributes
-    ----------
-    releases : float64 ``[clients, rounds, steps, d]``
-        Noisy mean gradients.
-    entries : sequence of tuple of Entry
-        Lines of each client's ledger.
-    reports : sequence of mapping of name to float64 ``[clients]``
-        What clients report after each round in addition to updates, and whether they failed.
-    """
+    gradients: list[tuple[int, int, Tensor]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
-    releases: Floats
-    entries: Sequence[tuple[Entry, ...]]
-    reports: Reports
+    def step(self, state: ClientState, gradient: Gradient, step: Step) -> None:
+        """Record the round, the step and the gradient."""
+        self.gradients.append((step.round, step.index, gradient.dense().clone()))
 
 
 @dataclass(frozen=True)
@@ -234,13 +253,13 @@ class ExampleEvidence(Evidence):
     def checks(self) -> Iterator[Gathered]:
         """Samples and checks for any target, and for ledgers, batches and two worlds."""
         yield from super().checks()
-        yield lambda: self.lines, (*_LINES, *catalogue.ANOTHER_CLIENT)
+        yield lambda: self.lines, catalogue.CLIENTS_RUN
         yield lambda: (self.claim, self.seed), catalogue.CLAIM
         yield lambda: self.budget, catalogue.BUDGET
         yield lambda: self.worlds, catalogue.TWO_WORLDS
         if self.present:
             yield lambda: self.sampled, catalogue.DRAWS
-            yield lambda: self.passes, _PASSES
+            yield lambda: self.passes, catalogue.PASSES
         if not self.in_layers:
             return
         moved = catalogue.moved_by("example")
@@ -294,11 +313,12 @@ class ExampleEvidence(Evidence):
         return Sampled.of(self._batches, event, size, "examples")
 
     @property
-    def passes(self) -> tuple[TrainerTarget, Sequence[Sequence[Ids]]] | None:
-        """Batches of shuffled passes; None for other sampling."""
+    def passes(self) -> tuple[TrainerTarget, int, Sequence[Sequence[Ids]]] | None:
+        """Batches of shuffled passes, and their number in a pass; None for other sampling."""
         if self._batches is None or self.sampled is not None:
             return None
-        return self.target, self._batches
+        size, work = self.target.size, self.target.work
+        return self.target, -(-size // work.batch_of(size)), self._batches
 
     @property
     def budget(self) -> tuple[Mapping[str, int], str] | None:
@@ -353,46 +373,3 @@ class ExampleEvidence(Evidence):
         direction = np.ones(target.layout.d)
         attacked = distinguish("", moves[:runs], moves[runs:], direction, claim, RISK)
         return replace(attacked.finding, examined=examined)
-
-
-def line_for_every_round(target: TrainerTarget, run: ExampleRun) -> Finding:
-    """Whether each round has one line with the plan's event, which covers all its steps."""
-    fault, rounds = None, run.releases.shape[1]
-    for client, entries in enumerate(run.entries):
-        lines = [entry.round for entry in entries]
-        if lines != list(range(1, rounds + 1)):
-            fault = f"client {client} has lines for rounds {lines}"
-        elif any(entry.event != target.event for entry in entries):
-            fault = f"client {client}'s lines do not say what a round costs"
-    steps = int((run.releases != 0).any(-1).sum(-1).max(initial=0))
-    plan, event = target.plan, target.event
-    correlated = plan.noise.correlated
-    if steps > plan.releases if correlated else plan.sampler.gaussians(steps) > event.count:
-        fault = f"{steps} gradients a round were released, {target.event.count} are charged"
-    examined = f"{rounds} rounds of {len(run.entries)} clients"
-    return invariant(examined, fault, "one a client, for all its gradients")
-
-
-def passes(target: TrainerTarget, draws: Sequence[Sequence[Ids]]) -> Finding:
-    """Whether each example is in one batch of a pass; the same one if noise is correlated."""
-    fault, whole = None, target.steps
-    length = -(-target.size // target.work.batch_of(target.size))
-    # Rounds that end within a pass are not checked: the pass is then charged as a whole.
-    if not target.adapts and target.steps % length == 0:
-        for client in draws:
-            for first in range(0, len(client) - len(client) % length, length):
-                ids = np.concatenate(client[first : first + length])
-                if np.bincount(ids, minlength=target.size).max() > 1:
-                    fault = "an example was in two batches of one pass"
-                before = client[first - length : first]
-                if target.plan.noise.correlated and first % whole and fault is None:
-                    same = map(np.array_equal, before, client[first : first + length])
-                    fault = None if all(same) else "two passes of a round had different orders"
-    examined = f"{len(draws)} clients of {target.size} examples, {len(draws[0])} batches each"
-    return invariant(examined, fault, "each example once a pass")
-
-
-_LINES = checks_of(
-    "ledger", ("a line for every round", line_for_every_round, "a release is not charged")
-)
-_PASSES = checks_of("sampler", ("passes", passes, "batches overlap within a pass"))

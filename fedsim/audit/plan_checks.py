@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from fedsim.audit.bound_checks import allowed_length
-from fedsim.audit.checks import Finding, Floats, invariant, untested
+from fedsim.audit.checks import Finding, Floats, Ids, invariant, untested
 from fedsim.audit.clients import ALONE, OPPOSED, equal_sums, longest_row
 from fedsim.audit.noise_checks import pairs, repeats
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target import Observation, StrategyTarget, Target, parameters
+from fedsim.privacy import Entry
 from fedsim.randomness import Address
 
 SEEDS = 96
@@ -313,8 +313,27 @@ def addresses_once(addresses: Sequence[Address], rounds: int) -> Finding:
     return invariant(examined, fault, "each used once")
 
 
-def noise_of_clients(target: Target, run: Any) -> Finding:
-    """Whether clients' noise is independent in a run with ``releases [n, rounds, steps, d]``."""
+@dataclass(frozen=True)
+class ExampleRun:
+    """Releases of clients' local training.
+
+    Attributes
+    ----------
+    releases : float64 ``[clients, rounds, steps, d]``
+        Noisy mean gradients.
+    entries : sequence of tuple of Entry
+        Lines of each client's ledger.
+    reports : sequence of mapping of name to float64 ``[clients]``
+        What clients report after each round in addition to updates, and whether they failed.
+    """
+
+    releases: Floats
+    entries: Sequence[tuple[Entry, ...]]
+    reports: Sequence[Mapping[str, Floats]]
+
+
+def noise_of_clients(target: Target, run: ExampleRun) -> Finding:
+    """Whether clients' noise is independent."""
     clients, width = len(run.releases), run.releases.shape[-1]
     examined = f"{clients} clients of one run"
     if target.adapts:
@@ -323,3 +342,47 @@ def noise_of_clients(target: Target, run: Any) -> Finding:
     noise = np.stack([target.whitened(rows) for rows in releases])
     noise /= np.maximum(np.sqrt(np.square(noise).mean((0, 1))), 1e-300)  # layers may differ
     return pairs(noise.reshape(clients, -1), examined)
+
+
+def line_for_every_round(target: Target, run: ExampleRun) -> Finding:
+    """Whether each round has one line with the plan's event, which covers all its steps."""
+    fault, rounds = None, run.releases.shape[1]
+    for client, entries in enumerate(run.entries):
+        lines = [entry.round for entry in entries]
+        if lines != list(range(1, rounds + 1)):
+            fault = f"client {client} has lines for rounds {lines}"
+        elif any(entry.event != target.event for entry in entries):
+            fault = f"client {client}'s lines do not say what a round costs"
+    steps = int((run.releases != 0).any(-1).sum(-1).max(initial=0))
+    plan, event = target.plan, target.event
+    correlated = plan.noise.correlated
+    if steps > plan.releases if correlated else plan.sampler.gaussians(steps) > event.count:
+        fault = f"{steps} gradients a round were released, {target.event.count} are charged"
+    examined = f"{rounds} rounds of {len(run.entries)} clients"
+    return invariant(examined, fault, "one a client, for all its gradients")
+
+
+def passes(target: Target, length: int, draws: Sequence[Sequence[Ids]]) -> Finding:
+    """Whether each example is in one batch of a pass; the same one if noise is correlated.
+
+    Parameters
+    ----------
+    length : int
+        Number of batches of a pass.
+    draws : sequence of sequences of int64 arrays
+        Batches of each client in all rounds.
+    """
+    fault, size, whole = None, target.population, len(draws[0]) // target.rounds
+    # Rounds that end within a pass are not checked: the pass is then charged as a whole.
+    if not target.adapts and whole % length == 0:
+        for client in draws:
+            for first in range(0, len(client) - len(client) % length, length):
+                ids = np.concatenate(client[first : first + length])
+                if np.bincount(ids, minlength=size).max() > 1:
+                    fault = "an example was in two batches of one pass"
+                before = client[first - length : first]
+                if target.plan.noise.correlated and first % whole and fault is None:
+                    same = map(np.array_equal, before, client[first : first + length])
+                    fault = None if all(same) else "two passes of a round had different orders"
+    examined = f"{len(draws)} clients of {size} examples, {len(draws[0])} batches each"
+    return invariant(examined, fault, "each example once a pass")

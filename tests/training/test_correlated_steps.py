@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedsim.audit.local_training import ExampleEvidence, TrainerTarget, passes
+from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
+from fedsim.audit.plan_checks import passes
 from fedsim.clients import SGD
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -161,10 +162,11 @@ def test_the_audit_sees_a_round_whose_passes_go_in_other_orders(monkeypatch):
     draws = [
         [np.arange(SIZE)[first : first + BATCH] for first in range(0, SIZE, BATCH)] * EPOCHS * 2
     ]
-    assert passes(target, draws).p_value > 0.5
+    length = SIZE // BATCH
+    assert passes(target, length, draws).p_value > 0.5
     other = [list(one) for one in draws]
     other[0][4], other[0][5] = other[0][5], other[0][4]
-    assert passes(target, other).p_value < 1e-6
+    assert passes(target, length, other).p_value < 1e-6
     assert isinstance(ExampleEvidence.of(target, 2, 2, 1), ExampleEvidence)
     assert shuffle.ShuffledPasses(3, 12, one_order=True).participation(8).separation == 4
     assert shuffle.ShuffledPasses(3, 12).participation(8).separation == 1
