@@ -171,7 +171,9 @@ class MetricsFile:
             If a value is not a number, or a row has no round.
         """
         try:
-            rows = [{key: _number(text) for key, text in row.items()} for row in self._texts()]
+            rows: list[Row] = [
+                {key: _number(text) for key, text in row.items()} for row in self._texts()
+            ]
         except (ValueError, TypeError, csv.Error) as error:
             raise self._damaged(str(error)) from None
         if any("round" not in row for row in rows):
