@@ -38,7 +38,7 @@ from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.session import CALLERS_CALLBACKS, Session, run_sessions
+from fedsim.runs.session import CALLERS_CALLBACKS, Session, running_sessions
 from fedsim.runs.split_record import write_record
 from fedsim.strategies import RunFailedError
 from fedsim.training.batches import local_multiplications
@@ -203,16 +203,12 @@ def drive(
     checkpoints = None if directory is None else Checkpoints(directory.checkpoint)
     state = None if checkpoints is None else checkpoints.newest()
     session = Session(resolved, directory, callbacks, resume=state, end_request=end_request)
-
-    def make_rounds() -> dict[int, Exception]:
-        try:
-            session.make_rounds(grid)
-        except RunFailedError as error:
-            return {0: error}
-        return {}
-
     try:
-        failed = run_sessions([session], make_rounds)
+        with running_sessions([session]) as failed:
+            try:
+                session.make_rounds(grid)
+            except RunFailedError as error:
+                failed[0] = error
     except Exception as error:
         if directory is not None and checkpoints is not None:
             error.add_note(directory.remains(checkpoints.rounds()))

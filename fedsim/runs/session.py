@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -304,27 +304,20 @@ class Session:
             self.strategy.stopped = "it was asked to end"
 
 
-def run_sessions(
-    sessions: Sequence[Session], make_rounds: Callable[[], dict[int, Exception]]
-) -> dict[int, Exception]:
-    """Make the rounds of one run, or of several at once, and write what each leaves behind.
+@contextmanager
+def running_sessions(sessions: Sequence[Session]) -> Iterator[dict[int, Exception]]:
+    """Context in which all rounds of these runs are made; write what each leaves behind.
 
     Ctrl-C and SIGTERM end the runs after the current round; the second one ends them at once. The
     current models are saved whatever ends the rounds. A run that was asked to end, and can be
     resumed, writes no report and composes no privacy statement, which would take too long: SIGTERM
     is usually followed by SIGKILL a few seconds later.
 
-    Parameters
-    ----------
-    sessions : sequence of Session
-    make_rounds : callable
-        Makes all rounds of these sessions, and returns the errors of failed ones by index. What
-        it raises itself ends all of them, and is raised here.
-
-    Returns
-    -------
+    Yields
+    ------
     dict of int to Exception
-        What ``make_rounds`` has returned.
+        To be filled with the errors of failed runs, by index. An error that leaves the context
+        ends all of them.
     """
     failed: dict[int, Exception] = {}
     round_complete = False
@@ -335,7 +328,7 @@ def run_sessions(
 
     with end_on_signal(end):
         try:
-            failed = make_rounds()
+            yield failed
             round_complete = True  # the last round was completed: its state may be saved
         except KeyboardInterrupt:
             end()
@@ -348,7 +341,6 @@ def run_sessions(
         if error is not None or not resumable:
             failure = "" if error is None else failure_sentence(error)
             leave_report(session.resolved, session.evaluation, session.result(), failure)
-    return failed
 
 
 def failure_sentence(error: Exception) -> str:

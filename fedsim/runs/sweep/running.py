@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.run_ledgers import Ending
-from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, run_sessions
+from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, running_sessions
 from fedsim.runs.summary import record_ending
 from fedsim.runs.sweep.halving import Halving
 from fedsim.runs.sweep.search import SweepRun, comparison_measure
@@ -278,7 +277,8 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
                 {} if sweep.observer is None else {CALLERS_CALLBACKS: _Watcher(run, sweep.observer)}
             )
             sessions.append(Session(resolved, directory, watching, resume=state, until=until))
-        failed = run_sessions(sessions, partial(_make_rounds, sessions))
+        with running_sessions(sessions) as failed:
+            failed |= _make_rounds(sessions)
         endings = {index: Ending("failed", failure_sentence(e)) for index, e in failed.items()}
         for index, error in failed.items():
             if isinstance(error, RunFailedError):  # a repetition would fail again
