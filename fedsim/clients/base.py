@@ -92,10 +92,10 @@ class RunFacts:
         if bound is None or fixed:
             return bound
         raise FedsimError(
-            f"{algorithm.label} (client.name) needs the bounded update that enters the "
-            f"sum, but clients do not know how {type(bound).__name__} (mechanism.name) bounds it; it must be "
-            "'clipping', 'norm-bound' or 'normalization', alone and in a private run, which bound "
-            "by the norm alone, the same way in every round."
+            f"{algorithm.label} (client.name) needs the bounded update that enters the sum, but "
+            f"clients do not know how {type(bound).__name__} (mechanism.name) bounds it; it must "
+            "be 'clipping', 'norm-bound' or 'normalization', alone and in a private run, which "
+            "bound by the norm alone, the same way in every round."
         )
 
 

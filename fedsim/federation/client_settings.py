@@ -138,8 +138,8 @@ class ClientTraining:
             else "unless clients send their update alone (FedNova does with client.reach)"
         )
         raise FedsimError(
-            f"{type(bound).__name__} (mechanism.name) weighs or bounds what clients send, but {name} "
-            f"(client.name) needs its plain mean; it must be 'none' {must}."
+            f"{type(bound).__name__} (mechanism.name) weighs or bounds what clients send, but "
+            f"{name} (client.name) needs its plain mean; it must be 'none' {must}."
         )
 
     def _check_alternation(self, plan: Plan) -> None:
@@ -153,15 +153,16 @@ class ClientTraining:
         )
         if not (by_norm or isinstance(bound, NoPrivacy)):
             raise FedsimError(
-                f"{type(bound).__name__} (mechanism.name) bounds by more than a row's norm, and some of a row's "
-                "entries are frozen in each round (adapter.factors = 'alternating'); it must be "
-                "'clipping', 'normalization', 'quantile-clipping' or 'none', alone."
+                f"{type(bound).__name__} (mechanism.name) bounds by more than a row's norm, and "
+                "some of a row's entries are frozen in each round (adapter.factors = "
+                "'alternating'); it must be 'clipping', 'normalization', 'quantile-clipping' or "
+                "'none', alone."
             )
         if not isinstance(plan.noise, Independent):
             raise FedsimError(
-                f"{type(plan.noise).__name__} (noise.name) cancels over rounds, which fails if some of a row's "
-                "entries are frozen in each (adapter.factors = 'alternating'); it must be "
-                "'independent'."
+                f"{type(plan.noise).__name__} (noise.name) cancels over rounds, which fails if "
+                "some of a row's entries are frozen in each (adapter.factors = 'alternating'); it "
+                "must be 'independent'."
             )
         if self.algorithm is not None and self.algorithm.receives:
             raise FedsimError(

@@ -127,7 +127,8 @@ class Releaser:
             unit, table = ("rounds", "") if exact else ("steps", "client.")
             raise FedsimError(
                 f"noise is correlated over {unit} ({table}noise.name), and the bound "
-                f"{type(mechanism).__name__} ({table}mechanism.name) changes between {unit}; use a constant one (clipping)."
+                f"{type(mechanism).__name__} ({table}mechanism.name) changes between {unit}; use a "
+                "constant one (clipping)."
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise
         splits = {r: mechanism.noise_multipliers(noise.multiplier, r, layout) for r in numbers}

@@ -79,8 +79,8 @@ class PersistentState:
             large = [n for n in algorithm.carried if n in sample and sample[n].dim() > 1]
             if large:
                 raise FedsimError(
-                    f"client.state is 'server', but {', '.join(large)} of {algorithm.label} is as large "
-                    "as the model; it must be 'reset' or 'client'."
+                    f"client.state is 'server', but {', '.join(large)} of {algorithm.label} is as "
+                    "large as the model; it must be 'reset' or 'client'."
                 )
             self.store = ServerState({})
         else:

@@ -316,7 +316,7 @@ class ByWeight(Plain):
         (Plain, ["adapter.factors=alternating", "noise.name=tree", "noise.multiplier=1.0",
                  "mechanism.name=clipping"], "noise.name = 'tree'; it must be 'independent'"),
         (Plain, ["adapter.factors=alternating", "mechanism.name=clipping", "noise.multiplier=1.0",
-                 "mechanism.per-layer=true"], r"PerLayer \(mechanism\.name\) bounds by more than"),
+                 "mechanism.per-layer=true"], "PerLayer (mechanism.name) bounds by more than"),
         (Plain, ["adapter.factors=alternating", "mechanism.name=adaclip", "noise.multiplier=1.0"],
          "bounds by more than a row's norm"),
         (Plain, ["adapter.factors=alternating", "model.personal=second.*", "evaluate.every=0"],
