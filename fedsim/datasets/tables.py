@@ -373,7 +373,7 @@ def read_csv(path: Path) -> dict[str, list[str]]:
             if not all(names) or len(set(names)) < len(names) or not names:
                 raise FedsimError(
                     f"{path} begins with '{header.strip()[:80]}'; its first line must name the "
-                    "columns, each by a different name."
+                    "columns, each by a different name (in pandas, to_csv(index=False))."
                 )
             rows = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
             columns: list[list[str]] = [[] for _ in names]
