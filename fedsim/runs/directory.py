@@ -195,7 +195,9 @@ class RunDirectory:
         """Write these files again, unless a round has been made since."""
         if self._round_lines() == lines:
             for path, content in before.items():
-                replace(path, content)
+                # Files that did not change stay: where none can be written, none was changed.
+                if not path.is_file() or regular_files.read_bytes(path) != content:
+                    replace(path, content)
 
     def _round_lines(self) -> list[int]:
         """Number of lines of each file that grows with every round.

@@ -223,13 +223,13 @@ def test_a_directory_that_cannot_be_written_to_is_refused_and_left_as_it_was(
     def refuse(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
+    old = old_run(tmp_path / "old")
+    before = files(tmp_path)
     monkeypatch.setattr(os, "fsync", refuse)
-    with (
-        pytest.raises(FedsimError, match=os.strerror(code)),
-        RunDirectory(tmp_path / "run").claim("seed = 1\n"),
-    ):
-        pass
-    assert list(tmp_path.iterdir()) == []
+    for opened in (RunDirectory(tmp_path / "run").claim("a = 1\n"), old.resumed("a = 1\n")):
+        with pytest.raises(FedsimError, match=rf"--out .*\({os.strerror(code)}\)"), opened:
+            pass
+    assert files(tmp_path) == before
 
 
 def test_a_directory_whose_checkpoints_could_not_be_read_is_refused(tmp_path: Path) -> None:
