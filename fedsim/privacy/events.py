@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import laws
-from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw
+from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw, is_shipped
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_curve
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.laws.sampler import Sampler
@@ -86,7 +86,8 @@ class Event:
             raise FedsimError("count is 0; only a law of several rounds has rounds that count 0.")
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "sides", dict(sorted(self.sides.items())))
-        object.__setattr__(self, "law", as_data(self.law, self.total_noise_multiplier))
+        if not is_shipped(self.law):
+            object.__setattr__(self, "law", as_data(self.law, self.total_noise_multiplier))
 
     def __hash__(self) -> int:
         return self._hash

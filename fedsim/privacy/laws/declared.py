@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Adjacency, Inclusion, Law, is_shipped
+from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
 from fedsim.privacy.losses import ORDERS, Array, DiscretePair, DominatingPair
 from fedsim.privacy.pld import discretised
 from fedsim.privacy.records import to_json
@@ -145,16 +145,14 @@ class DeclaredLaw(Law):
         return {"name": NAME, **{key.replace("-", "_"): v for key, v in to_json(self).items()}}
 
 
-def as_data(law: Law, noise_multiplier: float) -> Law:
-    """A law that needs only fedsim's code: the law itself, or its `DeclaredLaw` if it is a user's.
+def as_data(law: Law, noise_multiplier: float) -> DeclaredLaw:
+    """The data of a user's law, which need only fedsim's code.
 
     Raises
     ------
     FedsimError
         If a user's law cannot be evaluated to a curve and pairs.
     """
-    if is_shipped(law):
-        return law
     try:
         return _evaluated(law, noise_multiplier)
     except TypeError as error:
