@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,21 +64,21 @@ class RoundReport:
     info: Mapping[str, float] = field(default_factory=dict)
     update_norm: float | None = None
 
+    columns: ClassVar[tuple[str, ...]] = (
+        "asked", "usable", "failed", "summed", *(f"failed-{reason}" for reason in REASONS),
+        "ignored-nodes",
+    )  # fmt: skip
+    """Names of the counts of `row`, the same in every run."""
+
     def __str__(self) -> str:
         failed = f" ({describe_reasons(self.reasons)})" if self.failed else ""
         return f"{self.usable} of {self.asked} clients drawn are usable{failed}"
-
-    @staticmethod
-    def columns() -> tuple[str, ...]:
-        """Names of the counts of `row`, the same in every run."""
-        reasons = (f"failed-{reason}" for reason in REASONS)
-        return ("asked", "usable", "failed", "summed", *reasons, "ignored-nodes")
 
     def row(self) -> dict[str, int]:
         """The counts, as in metrics.csv."""
         reasons = (self.reasons.get(reason, 0) for reason in REASONS)
         counts = (self.asked, self.usable, self.failed, self.summed, *reasons, self.ignored)
-        return dict(zip(self.columns(), counts, strict=True))
+        return dict(zip(self.columns, counts, strict=True))
 
 
 def empty_sum(released: bool) -> str:

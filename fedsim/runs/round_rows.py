@@ -47,7 +47,7 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
     if strategy.private or resolved.client_ledgers is not None:
         # 1 if epsilon must be marked: noise from a known seed; a law that the user declared.
         columns += ["simulated", "declared"]
-    columns += RoundReport.columns()
+    columns += RoundReport.columns
     columns += [*strategy.plan.bound.shown(resolved.trainer.layout), "update-norm"]
     columns += ["bytes-down", "bytes-up"]
     if resolved.devices.clocked:

@@ -288,7 +288,7 @@ def test_a_long_runs_page_stays_small_and_keeps_its_extremes(tmp_path: Path) -> 
 
 
 def test_what_only_the_operator_knows_is_no_release() -> None:
-    assert {subject(column) for column in RoundReport.columns()} == {"operator"}
+    assert {subject(column) for column in RoundReport.columns} == {"operator"}
 
 
 def test_noise_alone_has_its_closed_form_beside_the_released_norm() -> None:

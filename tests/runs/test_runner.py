@@ -240,7 +240,7 @@ def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
         *(f"clients-accuracy{quantile}" for quantile in quantiles),
         *(f"clients-loss{quantile}" for quantile in quantiles),
         *("epsilon", "simulated", "declared"),
-        *RoundReport.columns(),
+        *RoundReport.columns,
         *("clip-norm", "update-norm", "bytes-down", "bytes-up"),
         *("clients-per-second", "seconds"),
     ]
