@@ -50,16 +50,18 @@ class Layout:
             If there is no floating-point entry, or all of them are empty.
         """
         entries: list[Parameter] = []
+        untrained: list[str] = []
         start = 0
         for name, tensor in arrays.items():
             if tensor.is_floating_point():
                 stop = start + tensor.numel()
                 entries.append(Parameter(name, tuple(tensor.shape), tensor.dtype, start, stop))
                 start = stop
+            else:
+                untrained.append(name)
         if start == 0:
             raise FedsimError("there is no floating-point parameter to train.")
-        names = {entry.name for entry in entries}
-        return cls(tuple(entries), tuple(name for name in arrays if name not in names))
+        return cls(tuple(entries), tuple(untrained))
 
     @cached_property
     def d(self) -> int:
