@@ -248,7 +248,9 @@ def found_size(
             most.append(min(max(high + 1, 1), MOST_CLASSES))
             continue
         if low < 0 or high >= limit:
-            value, must = (low, "integers from 0 up") if low < 0 else (high, allowed)
+            masked = f", and mask_{split} false where one does not count, as -100 in torch"
+            least = "integers from 0 up" + masked * (name == "y" and array.ndim > 1)
+            value, must = (low, least) if low < 0 else (high, allowed)
             raise FedsimError(
                 f"{where} has the {noun} {value} in {name}_{split}; {noun}s must be {must}."
             )

@@ -178,6 +178,12 @@ def test_a_folder_stays_in_its_files(tmp_path: Path) -> None:
     assert clients.x.data_ptr() == data.train.x.data_ptr()
 
 
+def test_a_label_of_minus_100_is_said_to_need_a_mask(tmp_path: Path) -> None:
+    path = stored(tmp_path, arrays(y_test=np.full((4, 5), -100)), mapped=False)
+    with pytest.raises(FedsimError, match=r"label -100 in y_test; .* and mask_test false where"):
+        load(path)
+
+
 def test_features_are_normalised_by_declared_numbers(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(3, 2, (8, 2)).astype(np.float32)
     numbers = {"mean": np.array([3.0, 2.0]), "std": np.array([2.0, 4.0])}
