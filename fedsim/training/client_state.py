@@ -155,9 +155,8 @@ class CarriedState(NamedTuple):
 
     def at(self, positions: slice) -> CarriedState:
         """State of the clients at these positions."""
-        return CarriedState(
-            self.present[positions], {k: v[positions] for k, v in self.rows.items()}
-        )
+        rows = {name: values[positions] for name, values in self.rows.items()}
+        return CarriedState(self.present[positions], rows)
 
     def entry(self, name: str, *, default: Tensor) -> Tensor:
         """The entry ``name [n, ...]``, with ``default [1 or n, ...]`` for clients without it."""
@@ -236,9 +235,8 @@ class MemoryStore(StateStore):
             return
         new_ids = client_ids[self._row_of[client_ids] == ABSENT]
         # All columns grow before any is written to: an allocation that fails changes nothing.
-        self._columns |= {
-            name: self._column(name, rows, len(new_ids)) for name, rows in state.items()
-        }
+        new = len(new_ids)
+        self._columns |= {name: self._column(name, rows, new) for name, rows in state.items()}
         self._row_of[new_ids] = np.arange(self._row_count, self._row_count + len(new_ids))
         self._row_count += len(new_ids)
         index = torch.from_numpy(self._row_of[client_ids])
@@ -292,8 +290,7 @@ class FileStore(StateStore):
     Parameters
     ----------
     directory : path
-        Directory of all runs of one name; `join` makes it that of one run, so that one run never
-        starts from what clients kept in another.
+        Directory of all runs of one name. `join` makes it that of one run.
     """
 
     KEEP = 2
@@ -328,11 +325,10 @@ class FileStore(StateStore):
         present = np.zeros(len(client_ids), dtype=np.bool_)
         rows: dict[str, Tensor] = {}
         for k, client in enumerate(client_ids.tolist()):
-            rounds = self._rounds(client)
-            earlier_paths = [path for number, path in rounds if round is None or number < round]
-            if not earlier_paths:
+            earlier = [p for n, p in self._rounds(client) if round is None or n < round]
+            if not earlier:
                 continue
-            path = earlier_paths[-1]
+            path = earlier[-1]
             try:
                 state = load_file(regular_files.require(path))
             except (OSError, SafetensorError) as error:
@@ -360,9 +356,8 @@ class FileStore(StateStore):
         if not state:
             return
         for k, client in enumerate(client_ids.tolist()):
-            directory = self.directory / f"client-{client}"
-            directory.mkdir(parents=True, exist_ok=True)
-            path = directory / f"round-{round}.safetensors"
+            path = self.directory / f"client-{client}" / f"round-{round}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(".draft")
             save_file({name: rows[k].contiguous().clone() for name, rows in state.items()}, draft)
             os.replace(draft, path)
