@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedsim.arguments import check_arguments, shown
+from fedsim.arguments import check_arguments, expected, require, shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Event, common_adjacency
 from fedsim.privacy.laws.base import Adjacency, Law
@@ -305,5 +305,6 @@ def checked_event(event: Event) -> Event:
 
 def check_delta(delta: float) -> None:
     """Refuse a delta outside (0, 1)."""
+    require("delta", delta, expected(float))
     if not 0 < delta < 1:
         raise FedsimError(f"delta is {delta}; it must lie strictly between 0 and 1.")

@@ -12,10 +12,11 @@ from typing import Self
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
-from fedsim.privacy.accountant import Accountant, Cost, checked_event
+from fedsim.privacy.accountant import Accountant, Cost, check_delta, checked_event
 from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
+from fedsim.settings import check_settings
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class Budget:
     epsilon: float
     delta: float
     key: str = "max-epsilon"
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if not self.epsilon > 0:  # no cost would exceed NaN
+            raise FedsimError(f"{self.key} is {self.epsilon}; it must be above 0.")
+        check_delta(self.delta)
 
     def message(self, entry: Entry, ledger: Path | None = None) -> str:
         """Why the release of an entry may not be made: a sentence without its full stop.

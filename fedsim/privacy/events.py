@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Annotated, Any
 
+from fedsim.arguments import expected, require
 from fedsim.errors import FedsimError
 from fedsim.privacy import laws
 from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw, is_shipped
@@ -80,6 +81,7 @@ class Event:
     def __post_init__(self) -> None:
         check_settings(self)
         for name, z in self.sides.items():
+            require(str(name), z, expected(float))
             if not z >= 0:
                 raise FedsimError(f"{name} is {z}; a noise multiplier must be at least 0.")
         if not self.count and self.law.rounds == 1:

@@ -110,6 +110,7 @@ class Ledger(LedgerFile):
             raise FedsimError(f"there is no ledger at {path}.")
         return cls(path, delta=delta, declared=declared, read_only=True)
 
+    @check_arguments
     def record(self, entry: Entry, *, budget: Budget | None = None) -> bool:
         """Record a release. When this returns, the line is on disk and the release may be made.
 

@@ -152,7 +152,7 @@ def check_settings(
             f"there are test examples of {test.population} clients and training examples of "
             f"{data.population}; both must be of the same clients."
         )
-    if max_grad_norm < 0:
+    if not max_grad_norm >= 0:
         raise FedsimError(f"client.max-grad-norm is {max_grad_norm}; it must be 0 or more.")
     if not private:
         return
