@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import typing
 from collections import abc
@@ -114,11 +115,19 @@ def expected(annotation: Any) -> Expected:
 
 
 def _public_name(kind: type) -> str:
-    """Name under which people import a class: in the outermost package that exports it."""
+    """Name under which people import a class: in the outermost package that exports it.
+
+    Classes of fedsim may be exported by a package beside their own, such as `fedsim.strategies`.
+    """
     if kind.__module__ == "builtins":
         return kind.__name__
     parts = kind.__module__.split(".")
-    packages = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    packages = [".".join(parts[:end]) for end in range(1, len(parts))]
+    packages += sorted(
+        name
+        for name, module in sys.modules.items()
+        if re.fullmatch(r"fedsim\.\w+", name) and kind.__name__ in getattr(module, "__all__", ())
+    )
     package = next(
         (p for p in packages if getattr(sys.modules.get(p), kind.__name__, None) is kind),
         kind.__module__,

@@ -149,6 +149,7 @@ WRONG = [
     ("strategies.Availability(max_failed_rounds=0)", "max-failed-rounds"),
     ("strategies.ClientTraining(algorithm='sgd')", "algorithm"),
     ("strategies.ClientTraining(example_counts=3)", "example-counts"),
+    ("strategies.DPFedAvg(**given(clients=3))", "be an object of fedsim.strategies.ClientTraining"),
     ("strategies.DPFedAvg(**given(clients=algorithms.SGD()))", "clients"),
     ("strategies.DPFedAvg(**given(metrics='loss'))", "metrics"),
     ("strategies.DPFedAvg(**given(availability=3))", "availability"),
