@@ -15,7 +15,7 @@ from pathlib import Path
 from fedsim import regular_files
 from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import declares_stops, stopping
+from fedsim.config.plan import declares_stops, stopping, with_best_groups
 from fedsim.config.release_keys import keys_outside_release, path_keys
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
@@ -186,16 +186,20 @@ def kept_settings(
 
     ``start`` is the config of the run's last checkpoint, ``first`` that with which it began.
     """
-    requested = config.to_run_config()
+    requested, keys = config.to_run_config(), ("rounds", "stop.metric", "stop.callbacks")
+    noises = (config.noise, config.client.noise)
+    calibrates = any(noise.target_epsilon is not None for noise in noises)
+    if calibrates:
+        # Calibrate for the rounds and the delta with which the run began, to get the same noise.
+        lengths = {key: first.get(key, start[key]) for key in keys}
+        config = with_best_groups(RunConfig.from_run_config({**requested, **lengths}))
+    kept = config.to_run_config()
     for key, unset in LEFT_TO_A_RULE.items():
-        if requested.get(key) == unset and key in start:
-            requested[key] = start[key]
-    if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
-        return requested
-    # Calibrate for the rounds and the delta with which the run began, to get the same noise.
-    keys = ("rounds", "stop.metric", "stop.callbacks")
-    lengths = {key: first.get(key, start[key]) for key in keys}
-    recalibrated = calibrated(RunConfig.from_run_config({**requested, **lengths}), overrides)
+        if kept.get(key) == unset and key in start:
+            kept[key] = start[key]
+    if not calibrates:
+        return kept
+    recalibrated = calibrated(RunConfig.from_run_config(kept), overrides)
     return {**recalibrated.to_run_config(), **{key: requested[key] for key in keys}}
 
 

@@ -201,3 +201,18 @@ def test_rounds_sampled_within_groups_are_added_group_by_group(tmp_path) -> None
     assert longer.privacy.epsilon == planned.privacy.epsilon
     rows = [list(csv.DictReader((tmp_path / n / "metrics.csv").open())) for n in ("run", "planned")]
     assert [row["epsilon"] for row in rows[0]] == [row["epsilon"] for row in rows[1]]
+
+
+@pytest.mark.parametrize("more", [{}, {"rounds": 7}])
+def test_a_run_whose_bands_were_chosen_resumes_from_the_config_that_left_them_to_a_rule(
+    more: dict[str, int], tmp_path: Path
+) -> None:
+    left = {"noise.bands": "auto", "noise.multiplier": "", "noise.target-epsilon": 4.0}
+    config = CONFIG.replace(**left)
+    fedsim.run(config, out=tmp_path / "whole")
+    with killed_in(3):
+        fedsim.run(config, out=tmp_path / "run")
+    result = fedsim.run(config.replace(**more), out=tmp_path / "run", resume=True)
+    assert result.rounds == more.get("rounds", 5)
+    if not more:
+        assert model(tmp_path / "run") == model(tmp_path / "whole")
