@@ -5,6 +5,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
 import threading
 from contextlib import ExitStack
 from itertools import pairwise
@@ -109,6 +110,17 @@ def test_a_run_fits_beside_files_that_have_other_names(tmp_path: Path) -> None:
     with RunDirectory(tmp_path).claim("seed = 2\n"):
         pass
     assert sorted(files(tmp_path)) == [MARKER, "config.toml", "notes.txt"]
+
+
+def test_a_run_removes_what_a_killed_one_left_unfinished_and_no_other_file(tmp_path: Path) -> None:
+    for again in (lambda run: run.claim("", overwrite=True), lambda run: run.resumed("")):
+        directory = old_run(tmp_path)
+        users = [tmp_path / f".{name}" for name in ("mine.0123456789abcdef", "done.backup")]
+        for path in (*users, tmp_path / ".model.safetensors.0123456789abcdef"):
+            path.write_text("")
+        with again(directory):
+            assert {path.name for path in tmp_path.glob(".*.*")} == {path.name for path in users}
+        shutil.rmtree(tmp_path)
 
 
 def test_one_run_at_a_time_has_the_directory(tmp_path: Path) -> None:
