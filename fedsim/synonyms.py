@@ -9,16 +9,21 @@ from collections.abc import Collection, Mapping, Sequence
 _POISSON, _FIXED = "cohort.rate (with cohort.name = 'poisson')", "cohort.size (with 'fixed')"
 _WIDTHS = "model.widths (with model.name = 'mlp')"
 _COLUMNS = "data.columns (as in data.columns = 'y=income,owner=hospital')"
+_ALPHA = "partition.alpha (with partition.name = 'dirichlet')"
 _CLIP = "mechanism.clip-norm", "client.mechanism.clip-norm"
 _RATE = "client.lr", "server.lr"
 _LORA = "adapter.{} (with adapter.name = 'lora')"
+_TARGET = "noise.target-epsilon", "client.noise.target-epsilon"
 _NOISE = "noise.multiplier", "client.noise.multiplier"
 
 KEYS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("learning-rate", "eta", "step-size", "server-lr", "client-lr"), _RATE),
-    **dict.fromkeys(("batch", "batchsize", "local-batch-size"), ("client.batch-size",)),
+    **dict.fromkeys(("lr", "learning-rate", "eta", "step-size", "server-lr", "client-lr"), _RATE),
+    "momentum": ("client.momentum", "server.momentum"),
+    **dict.fromkeys(
+        ("batch-size", "batch", "batchsize", "local-batch-size"), ("client.batch-size",)
+    ),
     **dict.fromkeys(("epochs", "local-epochs", "num-epochs", "e"), ("client.epochs",)),
-    **dict.fromkeys(("local-steps", "num-steps"), ("client.steps",)),
+    **dict.fromkeys(("steps", "local-steps", "num-steps"), ("client.steps",)),
     **dict.fromkeys(("mu", "proximal-mu", "fedprox"), ("client.proximal",)),
     **dict.fromkeys(
         ("algorithm", "optim", "optimizer", "type"), ("client.name", "server.optimizer")
@@ -27,21 +32,23 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("num-rounds", "server-rounds", "num-server-rounds"), ("rounds",)),
     **dict.fromkeys(("random-seed", "random-state"), ("seed",)),
     **dict.fromkeys(("clients", "num-clients", "n-clients", "population"), ("partition.clients",)),
-    "dirichlet-alpha": ("partition.alpha (with partition.name = 'dirichlet')",),
+    **dict.fromkeys(("alpha", "dirichlet-alpha"), (_ALPHA,)),
     "dataset": ("data.name",),
     **dict.fromkeys(("target", "targets", "label", "labels", "owner", "features"), (_COLUMNS,)),
-    **dict.fromkeys(("metric", "evaluation"), ("task.metrics",)),
-    "criterion": ("task.loss",),
-    **dict.fromkeys(("clip", "clipping-norm", "l2-norm-clip", "max-grad-norm"), _CLIP),
-    **dict.fromkeys(("epsilon", "eps"), ("noise.target-epsilon", "client.noise.target-epsilon")),
+    **dict.fromkeys(("metrics", "metric", "evaluation"), ("task.metrics",)),
+    **dict.fromkeys(("loss", "criterion"), ("task.loss",)),
+    **dict.fromkeys(("clip-norm", "clip", "clipping-norm", "l2-norm-clip", "max-grad-norm"), _CLIP),
+    **dict.fromkeys(("target-epsilon", "epsilon", "eps"), _TARGET),
     "delta": ("noise.delta", "client.noise.delta"),
-    "budget": ("noise.max-epsilon", "client.noise.max-epsilon"),
-    **dict.fromkeys(("noise-multiplier", "sigma", "z"), _NOISE),
+    **dict.fromkeys(("max-epsilon", "budget"), ("noise.max-epsilon", "client.noise.max-epsilon")),
+    **dict.fromkeys(("multiplier", "noise-multiplier", "sigma", "z"), _NOISE),
     **dict.fromkeys(("fraction", "fraction-fit", "fraction-train"), (_POISSON,)),
-    **dict.fromkeys(("sample-rate", "sampling-rate"), (_POISSON,)),
-    **dict.fromkeys(("clients-per-round", "cohort-size", "num-sampled"), (_FIXED,)),
-    **dict.fromkeys(("hidden", "hidden-sizes", "hidden-units", "layers", "width"), (_WIDTHS,)),
-    **dict.fromkeys(("num-workers", "n-jobs", "jobs"), ("engine.workers",)),
+    **dict.fromkeys(("rate", "sample-rate", "sampling-rate"), (_POISSON,)),
+    **dict.fromkeys(("size", "clients-per-round", "cohort-size", "num-sampled"), (_FIXED,)),
+    **dict.fromkeys(
+        ("widths", "hidden", "hidden-sizes", "hidden-units", "layers", "width"), (_WIDTHS,)
+    ),
+    **dict.fromkeys(("workers", "num-workers", "n-jobs", "jobs"), ("engine.workers",)),
     **dict.fromkeys(("device", "gpu", "gpus", "cuda"), ("engine.device",)),
     **dict.fromkeys(("interval", "eval-every"), ("evaluate.every",)),
     **dict.fromkeys(("r", "lora-r"), (_LORA.format("rank"),)),
