@@ -127,8 +127,7 @@ class Entry:
     @property
     def noted(self) -> dict[str, str]:
         """Fields that are written outside the hashed part of the line."""
-        values = {name: getattr(self, name) for name in _NOTED}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name in _NOTED if (value := getattr(self, name)) is not None}
 
     @classmethod
     def from_dict(

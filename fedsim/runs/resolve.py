@@ -320,5 +320,5 @@ class CentralEvaluation:
 def evaluated(trainer: Trainer, vector: Tensor, round: int) -> dict[str, float]:
     """Loss and metrics of ``vector [d]`` on the examples of a trainer's one client."""
     (block,) = trainer.evaluate(vector, np.zeros(1, np.int64), round)
-    metrics = {name: values for name, values in block.metrics.items() if name != "num-examples"}
-    return {name: float(values[0]) for name, values in metrics.items()}
+    metrics = block.metrics.items()
+    return {name: float(values[0]) for name, values in metrics if name != "num-examples"}
