@@ -117,14 +117,21 @@ def _step(counts: Mapping[Pairs, int]) -> float:
     It is a power of 2^(1/4). With so few possible steps, a longer composition of the same releases
     mostly has the same grid, and their cached transforms are reused.
     """
-    variance = sum(n * _std(p[0]) ** 2 for p, n in counts.items())
+    variance, upper, widest = _spread(counts)
     std = math.sqrt(variance / sum(counts.values()))
     step = min(std / STEPS_PER_STD, LARGEST_STEP)
     # A composition too wide for the largest grid gets a coarser one, which is still an upper bound.
-    widest = max(_range(p[0]) for p in counts)
-    variance = sum(n * _std(p[0], upper=True) ** 2 for p, n in counts.items())
-    min_step = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(variance) / MOST_WINDOW_POINTS)
+    min_step = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(upper) / MOST_WINDOW_POINTS)
     return float(2.0 ** (math.floor(4 * math.log2(max(step, min_step, LEAST_STEP))) / 4))
+
+
+def _spread(counts: Mapping[Pairs, int]) -> tuple[float, float, float]:
+    """Variance of a composition's loss, an upper estimate of it, and the widest release's range."""
+    variance, upper = (
+        sum(n * _std(pairs[0], upper=upper) ** 2 for pairs, n in counts.items())
+        for upper in (False, True)
+    )
+    return variance, upper, max(_range(pairs[0]) for pairs in counts)
 
 
 @lru_cache(maxsize=4096)
@@ -250,13 +257,10 @@ def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, fl
     powers of 2: from about ``sqrt(2 log(1 / tail)) / std``, the best for a Gaussian loss, down to
     those that suit rare large losses.
     """
-    low, high = (
-        math.sqrt(sum(n * _std(pairs[0], upper=upper) ** 2 for pairs, n in counts.items()))
-        for upper in (False, True)
-    )
+    variance, upper, widest = _spread(counts)
+    low, high = math.sqrt(variance), math.sqrt(upper)
     low, high = max(low, high * 2.0**-20), max(low, high)
     # For rare large losses the best order is about log(1 / tail) / loss.
-    widest = max(_range(pairs[0]) for pairs in counts)
     least_order = min(2.0 / high, 4.0 / widest)
     ladder = range(math.floor(math.log2(least_order)), math.ceil(math.log2(16.0 / low)))
     moments = sum(n * _log_moments(pairs[side], h, ladder) for pairs, n in counts.items())
