@@ -229,12 +229,17 @@ def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
         run_sweep(grid_runs(BASE.replace(rounds=2), parse_axes(["seed=1"])), tmp_path)
 
 
-def test_runs_whose_clients_would_share_state_are_refused(tmp_path: Path) -> None:
-    kept = {"client.state": "client", "client.state-dir": str(tmp_path / "kept")}
-    grid = grid_runs(BASE.replace(**kept), parse_axes(["seed=1,2"]))
-    with pytest.raises(FedsimError, match=r"client\.state-dir = '.*kept'; in a sweep it must be"):
-        run_sweep(grid, tmp_path / "out")
-    assert not any(tmp_path.iterdir())
+def test_runs_whose_clients_share_a_directory_do_not_share_their_state(tmp_path: Path) -> None:
+    weights = []
+    for name, state_dir in (("memory", ""), ("files", str(tmp_path / "kept"))):
+        kept = {"client.momentum": 0.9, "client.state": "client", "client.state-dir": state_dir}
+        config = BASE.replace(rounds=8, **kept)
+        grid = grid_runs(config, parse_axes(["client.lr=0.1,0.5"]))
+        run_sweep(grid, tmp_path / name)
+        models = [tmp_path / name / run.label / "model.safetensors" for run in grid]
+        weights.append([fedsim.load(path.parent).weights for path in models])
+    for in_memory, in_files in zip(*weights, strict=True):
+        assert all(values.equal(in_files[key]) for key, values in in_memory.items())
 
 
 def test_choosing_among_runs_costs_their_composition(tmp_path: Path) -> None:

@@ -94,15 +94,8 @@ def run_sweep(
     """
     grid = [as_begun(run, out) for run in grid]
     for run in grid:
-        engine, client = run.config.engine.name, run.config.client
-        if engine != "local":
+        if (engine := run.config.engine.name) != "local":
             raise FedsimError(f"engine.name = '{engine}'; a sweep's runs run on 'local'.")
-        if client.state == "client" and client.state_dir:
-            raise FedsimError(
-                f"client.state-dir = '{client.state_dir}'; in a sweep it must be empty while "
-                "client.state = 'client', or clients of one run would resume from the "
-                "state of another's there."
-            )
     _check_clients_kept(grid)
     sweep = _Sweep(out, observer)
     if halving is not None:
