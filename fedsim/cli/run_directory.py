@@ -37,7 +37,7 @@ def evaluate(
         fedsim evaluate runs/digits --data hospital.npz
 
     Examples are normalised as they were in training. A file has `x_train`, `y_train`, `x_test` and
-    `y_test`, as for a run.
+    `y_test`, as for a run; of a single table, every fifth row is a test example.
     """
     import fedsim
 
