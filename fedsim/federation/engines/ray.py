@@ -57,7 +57,7 @@ class RayGrid(LocalGrid):
     retries : int
         How many times a chunk may lose its worker before its clients are tried one by one, each
         on a worker that does nothing else meanwhile.
-    run_config, node_config, run_id
+    num_nodes, run_id
         As for `LocalGrid`.
     """
 
@@ -72,8 +72,6 @@ class RayGrid(LocalGrid):
         gpus_per_worker: float = 0.0,
         retries: int = RETRIES,
         num_nodes: int | None = None,
-        run_config: Mapping[str, Any] | None = None,
-        node_config: Mapping[str, Any] | None = None,
         run_id: int = 1,
     ) -> None:
         import ray
@@ -84,14 +82,7 @@ class RayGrid(LocalGrid):
                 "engine.gpus-per-worker is 0 while engine.device is 'cuda'; it must be more (a "
                 "fraction lets workers share a GPU), or engine.device must be 'cpu'."
             )
-        super().__init__(
-            trainer,
-            num_nodes=num_nodes,
-            run_config=run_config,
-            node_config=node_config,
-            run_id=run_id,
-            retries=retries,
-        )
+        super().__init__(trainer, num_nodes=num_nodes, run_id=run_id, retries=retries)
         self._started_ray = _start_ray(address, workers)
         options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
         try:

@@ -23,6 +23,7 @@ _log = logging.getLogger("fedsim")
 _PUSH_AT_ONCE = 64
 _REASONS_LOGGED = 20
 _LONGEST_REASON = 300
+_MAX_POLL_SECONDS = 0.5
 
 
 class StreamingGrid(OwnGrid):
@@ -47,8 +48,6 @@ class StreamingGrid(OwnGrid):
         the sending of a message is per client, and no client can delay another.
     packs : bool
         Whether the nodes run fedsim's app, which unpacks messages (`packed_messages`).
-    max_poll_seconds : float
-        Maximum seconds between two polls.
 
     Attributes
     ----------
@@ -66,13 +65,11 @@ class StreamingGrid(OwnGrid):
         roster: Mapping[str, int] | None = None,
         times_each_client: bool = False,
         packs: bool = False,
-        max_poll_seconds: float = 0.5,
     ) -> None:
         self.times_each_client = times_each_client
         self._grid = grid
         self._clients = clients
         self._packs = packs
-        self._max_poll_seconds = max_poll_seconds
         self.directory = ClientDirectory(
             timeout=patience, roster=roster, asks=True, population=clients
         )
@@ -174,7 +171,7 @@ class StreamingGrid(OwnGrid):
                     self._log_error(reply)
                     yield reply
             if waiting:
-                pause = 0.02 if arrived else min(1.5 * pause, self._max_poll_seconds)
+                pause = 0.02 if arrived else min(1.5 * pause, _MAX_POLL_SECONDS)
                 time.sleep(pause)
 
     def _log_error(self, reply: Message) -> None:
