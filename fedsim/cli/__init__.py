@@ -79,5 +79,6 @@ def _command(arguments: Sequence[str]) -> int:
         hint = f" Try `{context.command_path} --help`." if context else ""
         # Both typer and click append a suggestion of similar names: keep one of equal sentences.
         sentences = dict.fromkeys(re.split(r"(?<=[.?]) ", error.format_message()))
-        raise FedsimError(" ".join(sentences) + hint) from None
+        message = re.sub(r"(?<![.?])$", ".", " ".join(sentences))
+        raise FedsimError(message + hint) from None
     return status if isinstance(status, int) else 0

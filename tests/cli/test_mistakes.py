@@ -684,6 +684,7 @@ def test_a_path_without_a_name_is_no_directory(line: str, refused: Callable[...,
 
 def test_a_name_is_suggested_once_and_a_file_is_no_run(refused: Callable[..., str]) -> None:
     assert refused("rnu").count("Did you mean 'run'?") == 1
+    assert "extra argument (more). Try `fedsim run --help`." in refused("run", "c.toml", "more")
     assert "c.toml is not a run's directory" in refused("report", "c.toml")
 
 
