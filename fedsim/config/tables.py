@@ -179,8 +179,7 @@ class Choice(ConfigTable):
         name = self.name_in(tree)
         settings, options = self._settings_and_options(name, tree)
         # Flower has no null, and an app's table has every key: the empty string means not given.
-        given = {s.key: tree.pop(s.key) for s in settings if s.key in tree}
-        values = {k: v for k, v in given.items() if not isinstance(v, str) or v}
+        values = {s.key: v for s in settings if not isinstance(v := tree.pop(s.key, ""), str) or v}
         object.__setattr__(self, "own", read_settings(settings, values, self.table))
         object.__setattr__(self, "options", options)
         super().__init__(**tree)
