@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from fedsim import registry
-from fedsim.arguments import one_of
+from fedsim.arguments import one_of, shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
@@ -34,7 +34,7 @@ from fedsim.privacy.laws.correlated import CorrelatedLaw, ExtendedLaw, Extension
 from fedsim.privacy.laws.full import unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
-from fedsim.settings import Gt, check_settings
+from fedsim.settings import Ge, Gt, check_settings
 
 
 def evaluation_sampler(sampler: Sampler, rate: float) -> Sampler:
@@ -126,15 +126,15 @@ class ReleasePlan(Generic[BoundT]):
     Raises
     ------
     FedsimError
-        If the adjacency does not suit the level, or ``sampler`` or ``noise`` has a wrong type.
+        If the adjacency does not suit the level, a part has a wrong type, or a number is below 1.
     """
 
     level: Level
     sampler: Sampler
     bound: BoundT
     noise: Noise
-    rounds: int | None = None
-    releases: int = 1
+    rounds: Annotated[int | None, Ge(1)] = None
+    releases: Annotated[int, Ge(1)] = 1
     selection: Selection | None = None
     cohort_known: bool = False
     extension: Extension | None = None
@@ -146,6 +146,11 @@ class ReleasePlan(Generic[BoundT]):
                     f"{type(part).__name__} is no {base.__name__.lower()}; it must be derived "
                     f"from {base.__module__}.{base.__name__}."
                 )
+        if getattr(self.bound, "guarantee", None) not in ("gaussian", "none"):
+            raise FedsimError(
+                f"bound is {shown(self.bound)}; it must be a mechanism of fedsim.mechanisms, or "
+                "have the attribute guarantee, 'gaussian' or 'none'."
+            )
         check_settings(self)
         check_level(self.level, self.sampler.adjacency, allowed=("zero-out",))
         if self.noise.correlated:

@@ -122,3 +122,16 @@ def test_steps_and_batches_of_a_client_follow_from_its_public_size(
 def test_impossible_work_gets_a_sentence(settings, named) -> None:
     with pytest.raises(FedsimError, match=named):
         LocalWork(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rounds": 0}, "rounds is 0; it must be at least 1"),
+        ({"releases": 0}, "releases is 0; it must be at least 1"),
+        ({"bound": 3}, "bound is 3; it must be a mechanism of fedsim.mechanisms"),
+    ],
+)
+def test_a_plan_of_nothing_or_without_a_bound_is_refused(changes, words) -> None:
+    with pytest.raises(FedsimError, match=words):
+        plan_of(Full(100), **changes)
