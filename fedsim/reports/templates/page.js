@@ -125,6 +125,13 @@
       return made;
     }
 
+    // Names of the axes; that of x lies further left where it would be cut off.
+    axisNames(left, right, bottom) {
+      const half = (this.spec.x.length * LETTER) / 2;
+      this.text(Math.min((left + right) / 2, right - half), bottom, this.spec.x, { "text-anchor": "middle", class: "label" });
+      this.text(2, 13, this.spec.y, { class: "label" });
+    }
+
     show(left, lines) {
       this.tip.replaceChildren();
       const phrases = [];
@@ -288,8 +295,7 @@
         this.text(end ? this.width : x, bottom + 18, text, { "text-anchor": end ? "end" : "middle" });
       }
       shape("line", this.svg, { x1: left, x2: right, y1: bottom, y2: bottom, class: "frame" });
-      this.text((left + right) / 2, this.height - 4, this.spec.x, { "text-anchor": "middle", class: "label" });
-      this.text(2, 13, this.spec.y, { class: "label" });
+      this.axisNames(left, right, this.height - 4);
     }
 
     line(line, inside, from, to) {
@@ -464,8 +470,7 @@
         });
       });
       shape("line", this.svg, { x1: left, x2: box.right, y1: box.bottom, y2: box.bottom, class: "frame" });
-      this.text((left + box.right) / 2, this.height - 4, this.spec.x, { "text-anchor": "middle", class: "label" });
-      this.text(2, 13, this.spec.y, { class: "label" });
+      this.axisNames(left, box.right, this.height - 4);
     }
 
     choose(index) {
@@ -523,8 +528,7 @@
         });
       });
       if (ticks) columnTicks(columns, this.cell, wide, this.left).forEach(([x, anchor, name]) => this.text(x, bottom + 14, name, { "text-anchor": anchor }));
-      this.text(this.left + (wide - this.left) / 2, this.height - 6, this.spec.x, { "text-anchor": "middle", class: "label" });
-      this.text(2, 13, this.spec.y, { class: "label" });
+      this.axisNames(this.left, wide, this.height - 6);
     }
   }
 
