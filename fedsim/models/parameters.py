@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -30,9 +31,11 @@ def matching(key: str, patterns: str, names: Sequence[str]) -> list[str]:
     each = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     for pattern in each:
         if not any(fnmatchcase(name, pattern) for name in names):
+            near = names if len(names) <= 12 else get_close_matches(pattern, names, n=8, cutoff=0)
+            others = f" and {len(names) - len(near)} others" * (len(names) > len(near))
             raise FedsimError(
                 f"{key} has the pattern '{pattern}', which matches no parameter; the model has "
-                f"{', '.join(names)}."
+                f"{', '.join(near)}{others}."
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in each)]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
 from fedsim.models import build, load_weights, values_of
+from fedsim.models.parameters import matching
 
 
 def model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -103,3 +104,11 @@ def test_a_file_that_is_not_there_or_no_safetensors_names_the_key(tmp_path: Path
     (tmp_path / "text").write_text("no weights")
     with pytest.raises(FedsimError, match=r"model\.weights = '.*text' is not a readable"):
         load_weights(model(1), tmp_path / "text")
+
+
+def test_a_pattern_that_matches_nothing_of_a_large_model_names_the_nearest_parameters() -> None:
+    names = [f"layer{k}.{part}" for k in range(50) for part in ("weight", "bias")]
+    with pytest.raises(FedsimError, match=r"the model has .*layer9\.weight.* and 92 others\.$"):
+        matching("model.trainable", "layers9.weight", names)
+    with pytest.raises(FedsimError, match=r"has layer0\.weight, layer0\.bias, layer1\.weight\.$"):
+        matching("model.trainable", "fc", names[:3])
