@@ -60,7 +60,7 @@ class Schedule:
         Raises
         ------
         FedsimError
-            If it is too large: a ``decay`` above 1 grows without a limit.
+            If it is too large: with a ``decay`` above 1 the factor grows without a limit.
         """
         t = at.index if self.over == "step" else max(at.round - 1, 0)
         if self.shape == "inverse":
@@ -72,7 +72,7 @@ class Schedule:
         if self.shape == "constant":
             return 1.0
         times = t // self.length if self.shape == "staircase" else t
-        # Compared by logarithms, since a power above all floats is an OverflowError.
+        # Compared by logarithms, since a power above all floats raises an OverflowError.
         if self.decay > 1 and times * math.log(self.decay) > math.log(LARGEST_FLOAT):
             raise FedsimError(
                 f"schedule '{self}' is above {LARGEST_FLOAT:g} at {self.over} {t + 1}; its decay "

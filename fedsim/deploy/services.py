@@ -123,10 +123,10 @@ class SuperLink:
         FedsimError
             If Flower would open its database in another place than ``state``.
         """
-        if re.search("[?%]", str(state.resolve())):  # it makes a URL of the path
+        if re.search("[?%]", str(state.resolve())):  # Flower makes a URL of the path
             raise FedsimError(
                 f"the state directory is {state.resolve()}; it must have no '?' and no '%' in its "
-                "path, after which Flower would keep its database in another place."
+                "path: Flower would keep its database in another place."
             )
         warn_of_newer_flower()
         files = self.directory

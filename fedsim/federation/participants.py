@@ -154,7 +154,7 @@ class Participants:
     def available_part(
         self, server_round: int, cohort: Ids, grid: Grid, replying: AvailabilityRule | None
     ) -> Recipients:
-        """The clients of a ``cohort`` that are available and ``replying``: they take part.
+        """The clients of a ``cohort`` that take part: available ones that reply, by ``replying``.
 
         Raises
         ------

@@ -64,8 +64,8 @@ class Summing:
     def add(self, block: Block, total: PartialSum) -> Block:
         """Add a block's rows; return the block without them, and with ``usable`` set.
 
-        A client with an invalid weight or scalar is marked as failed. The total is the server's of
-        a round, or a worker's part of it, made by a releaser of the same plan and layout.
+        A client with an invalid weight or scalar is marked as failed. ``total`` is the server's sum
+        of a round or a worker's part of it, started by a releaser of the same plan and layout.
         """
         block = self.checked(block)
         usable = torch.zeros(len(block.ok), dtype=torch.bool, device=total.terms.device)

@@ -1,4 +1,4 @@
-"""The state of a strategy: its plan's part, which may become longer, and checks before a resume."""
+"""The state of a strategy: its plan, which a resume may extend, and checks before a resume."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     Raises
     ------
     FedsimError
-        If the plans differ in more than the number of rounds, or no further round is possible; if
-        coefficients that were found for fewer rounds are others for more.
+        If the plans differ in more than the number of rounds, or no further round is possible; or
+        if the noise has other coefficients for more rounds.
     """
     if "plan" not in state or state["round"] == 0 or not plan.closed:
         return plan
@@ -99,8 +99,8 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     before = state["plan"].get("coefficients", coefficients)  # older checkpoints have none
     if coefficients != before:
         raise FedsimError(
-            f"noise.coefficients is {coefficients!r}; it must be {before!r}, as it was: with these "
-            "the noise of earlier rounds, of which further rounds cancel a part, was made."
+            f"noise.coefficients is {coefficients!r}; it must be {before!r}, as it was: the noise "
+            "of earlier rounds was drawn with these, and further rounds cancel a part of it."
         )
     if rounds == plan.rounds:
         return replace(plan, extension=extension and Extension(**extension))

@@ -261,7 +261,7 @@ class Compression:
 
     def coordinates(self, d: int) -> int:
         """How many of ``d`` coordinates are sent."""
-        # A hair less, since .07 of 100 is 7.000000000000001 in floating point.
+        # Slightly less, since .07 of 100 is 7.000000000000001 in floating point.
         return min(d, max(1, math.ceil(self.share * d * (1 - 1e-12))))
 
     def bytes(self, d: int, itemsize: int) -> int:

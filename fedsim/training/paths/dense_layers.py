@@ -159,7 +159,7 @@ class DenseLayers:
         return Factored(factors, self.packing), inputs if with_inputs else None
 
     def values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
-        """Inputs of every layer, and the outputs, each ``[n, B, width]``; without a kernel."""
+        """Inputs of every layer, and the outputs, each ``[n, B, width]``; not compiled."""
         values = [_on_lines(x)]
         for layer, (weight, bias) in zip(self.layers, self._parameters(theta), strict=True):
             h = aligned_empty(x, *x.shape[:2], weight.shape[1])

@@ -72,7 +72,7 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
         if module.bias is not None and module.bias.requires_grad:
             names.append(f"{prefix}bias")
         layers.append((owner, module))
-    # A row is the layers' parts one after another, so that their order must be the layout's.
+    # A row is the layers' parts one after another: their order must be that of the layout.
     return layers if names == [e.name for e in packing.layout.entries] else None
 
 
