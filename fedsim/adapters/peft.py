@@ -155,16 +155,18 @@ def _saved_modules(model: nn.Module) -> list[str]:
     inside = tuple(f"{name}." for name in adapters)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     besides = [name for name in trained if not name.startswith(inside)]
-    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in besides))
+    modules = [name.rpartition(".")[0] for name in besides]
+    saved = list(dict.fromkeys(modules))
     names = [name for name, _ in model.named_modules()]
     for module in saved:
         alike = [f"'{n}' ends alike" for n in names if n.endswith(module) and n != module]
         within = [f"'{n}' in its module is adapted" for n in adapters if n.startswith(f"{module}.")]
         if not module or alike or within:
             why = [*alike, *within][0] if module else "it is in no module of its own"
+            name = besides[modules.index(module)]
             raise FedsimError(
-                f"model.trainable names {besides[0]}, which peft cannot save: {why}; "
-                "`--to safetensors` writes the whole model."
+                f"model.trainable names {name}, which peft cannot save: {why}; `--to safetensors` "
+                "writes the whole model."
             )
     return saved
 

@@ -156,20 +156,21 @@ class Loose(Net):
     def __init__(self) -> None:
         super().__init__()
         self.place = nn.Parameter(torch.zeros(4))
-        self.overhead = nn.Linear(1, 1)
+        self.overhead, self.ad = nn.Linear(1, 1), nn.Linear(1, 1)
         self.deep.register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize(
-    ("trainable", "why"),
+    ("trainable", "name", "why"),
     [
-        ("place", "in no module"),
-        ("head.*", "ends alike"),
-        ("deep.scale", "'deep.in' in its module is adapted"),
+        ("place", "place", "it is in no module"),
+        ("head.*", "head.weight", "'overhead' ends alike"),
+        ("overhead.*,ad.*", "ad.weight", "'head' ends alike"),
+        ("deep.scale", "deep.scale", "'deep.in' in its module is adapted"),
     ],
 )
-def test_what_peft_cannot_save_is_refused(trainable: str, why: str) -> None:
-    with pytest.raises(FedsimError, match=why):
+def test_what_peft_cannot_save_is_refused(trainable: str, name: str, why: str) -> None:
+    with pytest.raises(FedsimError, match=f"names {name}, which peft cannot save: {why}"):
         LORA.files(adapted(LORA, Loose(), 1, trainable))
 
 
