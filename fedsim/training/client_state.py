@@ -290,7 +290,7 @@ class FileStore(StateStore):
     Parameters
     ----------
     directory : path
-        Directory of all runs of one name. `join` makes it that of one run.
+        Directory of all runs of one name, with one in it for each run that clients `join`.
     """
 
     KEEP = 2

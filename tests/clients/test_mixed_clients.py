@@ -111,6 +111,10 @@ def test_an_algorithm_that_mixes_clients_is_refused(algorithm: LocalAlgorithm) -
         check(algorithm)
 
 
+def test_an_algorithm_in_a_proximal_one_is_named_in_refusals() -> None:
+    assert Proximal(Proximal(Scaffold(0.1), 0.5), 0.5).label == "Scaffold"
+
+
 def test_what_is_everybodys_may_be_shared_unless_it_is_personal() -> None:
     check(OfTheFirst(0.1))
     with pytest.raises(FedsimError, match="OfTheFirst, which mixes clients"):

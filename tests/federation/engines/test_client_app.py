@@ -17,6 +17,7 @@ from fedsim.clients import SGD
 from fedsim.federation.engines.client_app import TimeIsUp, client_app, time_limit
 from fedsim.federation.flower_internals import TIMED_OUT
 from fedsim.randomness import Randomness
+from fedsim.rows.block import RUN
 from fedsim.training import Trainer
 
 
@@ -81,6 +82,23 @@ def test_evaluate_replies_loss_and_accuracy(trainer):
     (block,) = trainer.evaluate(vector, np.array([2]), 3)
     assert dict(reply["metrics"]) == {k: v[0] for k, v in block.metrics.items()}
     assert set(reply["metrics"]) == {"num-examples", "loss", "accuracy"}
+
+
+def test_a_client_evaluates_what_it_keeps_of_the_same_run(trainer, tmp_path):
+    state = {"state": "client", "personal": ("3.weight",), "state_dir": tmp_path}
+
+    def new_trainer(_):  # one for each message, as on nodes
+        return Trainer(trainer.model, SGD(lr=0.1), trainer.data, randomness=Randomness(1), **state)
+
+    def metrics_of(kind, run):
+        content = content_of(trainer, trainer.initial())
+        content["config"][RUN] = run
+        return dict(ask(client_app(new_trainer), kind, content)["metrics"])
+
+    initial = metrics_of("evaluate", "one")
+    metrics_of("train", "one")
+    assert metrics_of("evaluate", "one")["loss"] < initial["loss"]
+    assert metrics_of("evaluate", "two") == initial
 
 
 def test_query_replies_the_client_id(trainer):
