@@ -16,7 +16,6 @@ from fedsim.federation.arrays import array_record, same_arrays, tensors
 from fedsim.models import values_of
 from fedsim.privacy.ledger_lines import End
 from fedsim.privacy.manifest import signing_key
-from fedsim.privacy.verification import model_metadata
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
@@ -130,7 +129,7 @@ class Session:
         ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
         return RunState(
             round=self.strategy.rounds_done,
-            parameters=tensors(self._current_arrays),
+            parameters=tensors(self._arrays),
             strategy=self.strategy.state(),
             clients=self.resolved.trainer.state(),
             ledger_head=ledger.head,
@@ -180,40 +179,26 @@ class Session:
             if not round_complete:
                 with suppress(OSError):  # the error that ended the run matters more
                     self._checkpoints.wait()
-            if round_complete or not self._has_model(self._directory):
-                self._save_model(self._directory)
+            self._save_model(self._directory)
             if round_complete:
                 self._checkpoints.save(self.strategy.rounds_done)
                 self._directory.finish(self.ending)
             self._directory.seal()
         self._callbacks.on_end(self.status(self.ending if round_complete else None))
 
-    def _has_model(self, directory: RunDirectory) -> bool:
-        """Whether the directory has the model of the last row already.
-
-        It has if a finished run was resumed, and failed in its first round. Its manifest, which is
-        then put back, names the bytes of that file (`RunDirectory.resumed`).
-        """
-        last_round = self._rows[-1]["round"] if self._rows else 0
-        try:
-            stored = model_metadata(directory.model)
-        except FedsimError:
-            return False
-        head, number = stored.get("ledger-head"), stored.get("round")
-        return (head, number) == (self.strategy.ledger.head, last_round)
-
     def _save_model(self, directory: RunDirectory) -> None:
         # The run's arrays have trained parameters only; the file has the frozen ones too.
         frozen = values_of(self.resolved.model)
         ledger = self.strategy.ledger
-        # Nothing here depends on engine or time, so that equal runs have equal files.
+        # Nothing here depends on engine or time, so that equal runs have equal files, and a resume
+        # that fails in its first round writes the bytes that the manifest, put back then, names.
         about = {
             "ledger-head": ledger.head,
             "ledger-lines": len(ledger.heads),
             "release": self.resolved.release,
-            "round": self.strategy.rounds_done,
+            "round": self._rows[-1]["round"] if self._rows else 0,
         }
-        directory.save_model(frozen | tensors(self._current_arrays), about)
+        directory.save_model(frozen | tensors(self._arrays), about)
 
     def status(self, ending: Ending | None = None) -> RunStatus:
         """The run's status, for callbacks."""
@@ -222,7 +207,7 @@ class Session:
             round=self.strategy.rounds_done,
             # Shallow copies, whose entries callbacks may replace.
             row=dict(self._rows[-1]) if self._rows else {},
-            arrays=same_arrays(self._current_arrays),
+            arrays=same_arrays(self._arrays),
             protects=self.strategy.protects,
             uncovered=self.resolved.uncovered,
             directory=self._directory,
@@ -233,7 +218,7 @@ class Session:
         """Result of the run: its metrics, parameters and statements, and why it ended."""
         return RunResult(
             metrics=self._rows,
-            arrays=self._current_arrays,
+            arrays=self._arrays,
             ledgers=self._ledgers(),
             directory=self._directory,
             notes=self.resolved.notes,
@@ -256,10 +241,6 @@ class Session:
             return Ending("budget", why)
         return Ending("interrupted", "Interrupted; the model is that of the last complete round.")
 
-    @property
-    def _current_arrays(self) -> ArrayRecord:
-        return self.strategy.result.arrays if self.strategy.result else self._arrays
-
     def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Central evaluation of a round; that of the initial model finishes round 0."""
         metrics = self.evaluation(server_round, arrays)
@@ -269,7 +250,7 @@ class Session:
 
     def _on_round(self, server_round: int, result: Result) -> None:
         """Finish a round: make its row, call callbacks, save a checkpoint if one is due."""
-        seconds = time.perf_counter() - self._since
+        seconds, self._arrays = time.perf_counter() - self._since, result.arrays
         self._finish_round(self._round_rows.of_round(server_round, result, seconds))
 
     def _finish_round(self, row: Row) -> None:

@@ -15,6 +15,7 @@ from slow_cases import slow_but
 import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
+from fedsim.federation.accounting import Accounting
 from fedsim.privacy import Accountant, Ledger
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.checkpoints import Checkpoints, RunState
@@ -267,8 +268,8 @@ def test_a_resume_that_fails_before_its_first_round_leaves_what_it_found(
 
     if rounds == 1:
         monkeypatch.setattr(MetricsFile, "append", only_once)
-    elif rounds:  # in the first one, with its ledger line
-        monkeypatch.setattr("fedsim.federation.accounting.Accounting.record", fails)
+    elif rounds:  # in the first one, at its ledger line
+        monkeypatch.setattr(Accounting, "record", fails)
     else:
         monkeypatch.setattr("fedsim.runs.runner.drive", fails)
     with pytest.raises(FedsimError, match="of another model"):
@@ -277,6 +278,33 @@ def test_a_resume_that_fails_before_its_first_round_leaves_what_it_found(
     monkeypatch.undo()
     resumed = fedsim.run(config.replace(rounds=5), out=out, resume=True)
     assert (resumed.ended, resumed.metrics[-1]["round"]) == ("finished", 5)
+
+
+def test_a_failed_run_keeps_the_model_of_its_last_row_also_after_another_failure(
+    tmp_path, monkeypatch
+):
+    config, out = BASE.replace(**{"checkpoint.every": 4, **PRIVATE}), tmp_path / "run"
+    record = Accounting.record
+
+    def fails(*_):
+        raise FedsimError("memory is exhausted.")
+
+    def fails_after_line_5(self, server_round, *arguments):
+        reason = record(self, server_round, *arguments)
+        return fails() if server_round == 5 else reason
+
+    def fails_before_line_6(self, server_round, *arguments):
+        return fails() if server_round == 6 else record(self, server_round, *arguments)
+
+    for resume, failing, last in ((False, fails_after_line_5, 4), (True, fails_before_line_6, 5)):
+        monkeypatch.setattr(Accounting, "record", failing)
+        with pytest.raises(FedsimError, match="memory is exhausted"):
+            fedsim.run(config, out=out, resume=resume)
+        monkeypatch.setattr(Accounting, "record", record)
+        fedsim.run(config.replace(rounds=last), out=tmp_path / f"{last}")
+        saved, expected = fedsim.load(out), fedsim.load(tmp_path / f"{last}")
+        assert saved.round == saved.metrics[-1]["round"] == last
+        assert all(values.equal(expected.weights[name]) for name, values in saved.weights.items())
 
 
 def test_early_stopping_judges_no_round_without_its_metric_on_resume(tmp_path: Path) -> None:
