@@ -64,12 +64,16 @@ class Workload:
         """
         if counts is None:
             return cls(work, data)
-        numbers = np.asarray(counts)
+        try:
+            numbers = np.asarray(counts)
+        except ValueError:  # rows of different lengths
+            numbers = np.asarray(counts, dtype=object)
         is_whole = numbers.shape == (data.population,) and numbers.dtype.kind in "iu"
         if not is_whole or int(numbers.min()) < 1:
-            least = f", the least of them {numbers.min()}" if numbers.size else ""
+            has_least = numbers.size and numbers.dtype.kind in "iuf"
+            least = f", the least of them {numbers.min()}" if has_least else ""
             raise FedsimError(
-                f"client.work has {numbers.dtype} numbers of shape {numbers.shape}{least}; it must "
+                f"client.work has {numbers.dtype} values of shape {numbers.shape}{least}; it must "
                 f"have one whole number, at least 1, for each of the {data.population} clients."
             )
         return cls(work, data, numbers.astype(np.int64))

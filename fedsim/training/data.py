@@ -170,8 +170,8 @@ def _require_positions(parts: Sequence[object], first: int) -> None:
             and (part.dtype.kind in "iu" or not len(part))
         ):
             raise FedsimError(
-                f"indices has {shown(part)} for client {client}; it must be an array of whole "
-                "numbers, the positions of the client's examples."
+                f"indices has {shown(part)} for client {client}; it must be an array [n] of "
+                "whole numbers, the positions of the client's examples."
             )
 
 
