@@ -184,6 +184,12 @@ def test_a_round_goes_through_every_stage_of_its_aggregation() -> None:
     assert not np.allclose(tensors(reached.arrays)["w"], 0)
 
 
+def test_an_aggregation_is_printed_before_it_has_a_sum() -> None:
+    one = strategy()
+    one.configure_train(1, INITIAL, ConfigRecord(), LocalGrid(app(), num_nodes=CLIENTS))
+    assert repr(one._pending).startswith("ServerSum(")
+
+
 def test_a_loop_with_one_stage_is_refused_by_an_aggregation_that_takes_several() -> None:
     two = strategy()
     two.aggregation = TwoStages

@@ -178,7 +178,7 @@ class ServerSum:
     instructions: Instructions
     state: State
     in_blocks: bool
-    releaser: Releaser = field(init=False)
+    releaser: Releaser = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.plan, recipients = self.settings.plan, self.instructions.recipients
