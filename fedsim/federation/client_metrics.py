@@ -269,14 +269,14 @@ class ClientEvaluation:
         self._instructions = None
         if not self.fraction or server_round % self.metrics.every:
             return []
-        accounting = self.accounting
-        if accounting is not None and (reason := accounting.stops(server_round)) is not None:
-            raise BudgetSpentError(reason)
-        if accounting is not None and server_round <= self.last_round:
-            raise ValueError(
-                f"the evaluation of round {server_round} cannot follow that of round "
-                f"{self.last_round}: its noise and its clients would be drawn twice."
-            )
+        if (accounting := self.accounting) is not None:
+            if (reason := accounting.stops(server_round)) is not None:
+                raise BudgetSpentError(reason)
+            if server_round <= self.last_round:
+                raise ValueError(
+                    f"the evaluation of round {server_round} cannot follow that of round "
+                    f"{self.last_round}: its noise and its clients would be drawn twice."
+                )
         recipients = self.evaluators(server_round, grid)
         server = tensors(arrays)
         self._instructions = Instructions(
