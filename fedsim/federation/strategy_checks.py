@@ -99,8 +99,8 @@ def plan_of_keywords(
         )
     if noise_multiplier is None and mechanism.guarantee != "none":
         raise FedsimError(
-            f"noise_multiplier is not given; with {mechanism} it must be a number above 0, or 0.0 "
-            "to train without noise and without a guarantee."
+            f"noise_multiplier is not given; with {type(mechanism).__name__} it must be a number "
+            "above 0, or 0.0 to train without noise and without a guarantee."
         )
     hardened = True if hardened_noise is None else hardened_noise
     noise = Independent(noise_multiplier or 0.0, hardened)
@@ -151,7 +151,8 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
         return
     must = "placement = 'client' (noise.placement); it must be 'server' with"
     if plan.bound.guarantee == "none":
-        raise FedsimError(f"{must} {plan.bound}, which has no noise that clients could share.")
+        bound = type(plan.bound).__name__
+        raise FedsimError(f"{must} {bound}, which has no noise that clients could share.")
     if plan.noise.correlated or not plan.noise.divisible:
         noise = type(plan.noise).__name__
         raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
@@ -164,18 +165,18 @@ def refuse_void_settings(plan: ReleasePlan[Mechanism], max_epsilon: float | None
     ------
     FedsimError
     """
-    mechanism = plan.bound
+    name = type(plan.bound).__name__
     if max_epsilon is not None and not max_epsilon > 0:
         raise FedsimError(f"max_epsilon is {max_epsilon}; it must be above 0.")
-    if isinstance(mechanism, RobustMean) and plan.noise.multiplier:
+    if isinstance(plan.bound, RobustMean) and plan.noise.multiplier:
         raise FedsimError(
-            f"noise.multiplier is {plan.noise.multiplier}; it must be unset with {mechanism} "
+            f"noise.multiplier is {plan.noise.multiplier}; it must be unset with {name} "
             "(mechanism.name): how far one client moves a robust mean depends on all other "
             "updates, and the plan does not bound it."
         )
-    if mechanism.guarantee == "none" and max_epsilon is not None:
+    if plan.bound.guarantee == "none" and max_epsilon is not None:
         raise FedsimError(
-            f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
+            f"max_epsilon = {max_epsilon}, but {name} gives no guarantee to account for."
         )
 
 
