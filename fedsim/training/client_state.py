@@ -235,10 +235,10 @@ class MemoryStore(StateStore):
             return
         new_ids = client_ids[self._row_of[client_ids] == ABSENT]
         # All columns grow before any is written to: an allocation that fails changes nothing.
-        new = len(new_ids)
-        self._columns |= {name: self._column(name, rows, new) for name, rows in state.items()}
-        self._row_of[new_ids] = np.arange(self._row_count, self._row_count + len(new_ids))
-        self._row_count += len(new_ids)
+        count = len(new_ids)
+        self._columns |= {name: self._column(name, rows, count) for name, rows in state.items()}
+        self._row_of[new_ids] = np.arange(self._row_count, self._row_count + count)
+        self._row_count += count
         index = torch.from_numpy(self._row_of[client_ids])
         for name, rows in state.items():
             # A checkpoint and other processes give rows on the CPU, a GPU's training on the GPU.
@@ -325,10 +325,10 @@ class FileStore(StateStore):
         present = np.zeros(len(client_ids), dtype=np.bool_)
         rows: dict[str, Tensor] = {}
         for k, client in enumerate(client_ids.tolist()):
-            earlier = [p for n, p in self._rounds(client) if round is None or n < round]
-            if not earlier:
+            paths = [p for n, p in self._rounds(client) if round is None or n < round]
+            if not paths:
                 continue
-            path = earlier[-1]
+            path = paths[-1]
             try:
                 state = load_file(regular_files.require(path))
             except (OSError, SafetensorError) as error:

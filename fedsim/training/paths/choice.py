@@ -270,9 +270,9 @@ def _vmap_error(path: FuncPath, data: ClientData) -> str | None:
     try:
         with redirect_stderr(StringIO()):  # torch.fx prints a traceback if its graph fails
             # A copy: what it caches at its first call cannot be pickled.
-            copied, x = replace(path), example.inputs(index, dtype)
-            copied.gradient(theta, x, example.targets(index, dtype), theta.new_zeros(2, 2))
-            copied.outputs(theta, x)  # an LSTM fails here, and not in `gradient`
+            path, x = replace(path), example.inputs(index, dtype)
+            path.gradient(theta, x, example.targets(index, dtype), theta.new_zeros(2, 2))
+            path.outputs(theta, x)  # an LSTM fails here, and not in `gradient`
     except RuntimeError as error:
         return printable(str(error).partition("\n")[0])
     return None
