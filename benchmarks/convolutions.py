@@ -120,7 +120,7 @@ def variants(device: str) -> list[Variant]:
     x = torch.rand(count, 3, 32, 32, generator=generator).to(device)
     y = torch.randint(10, (count,), generator=generator).to(device)
     data = ClientData(x, y, list(np.arange(count).reshape(CLIENTS, -1)))
-    all_ways = []
+    all_variants = []
     for plain, algorithm in (
         (plain_sgd, SGD(lr=LR)),
         (plain_adadp, AdadpLR(lr=LR, tol=TOL)),
@@ -129,11 +129,11 @@ def variants(device: str) -> list[Variant]:
             model, algorithm, data, batch_size=BATCH, randomness=Randomness(1), device=device
         )  # fmt: skip
         name = type(algorithm).__name__
-        all_ways += [
+        all_variants += [
             Variant(f"{name}, plain loop", partial(plain, model, data)),
             Variant(f"{name}, fedsim", partial(round_of, trainer), trainer),
         ]
-    return all_ways
+    return all_variants
 
 
 def round_of(trainer: Trainer, t: int) -> None:

@@ -21,7 +21,7 @@ from statistics import median
 
 from benchmarks.environments import environment
 from benchmarks.quickstarts.examples import write_mnist, write_pfllib
-from benchmarks.quickstarts.turns import ROOT, Measured, Side, in_turns, ratios
+from benchmarks.quickstarts.turns import ROOT, RoundTimes, Side, in_turns, ratios
 
 BUILD = ROOT / "build" / "quickstarts"
 PACKAGES = {
@@ -105,15 +105,15 @@ def prepare(command: tuple[str, ...], folder: Path) -> None:
     subprocess.run(command, cwd=folder, env={**os.environ, **ALONE, **own}, check=True)
 
 
-def table(sides: list[Side], measured: list[Measured]) -> str:
+def table(sides: list[Side], times: list[RoundTimes]) -> str:
     """One line per side: median seconds, and the median of the turns' ratios with their range."""
     head = (
         "| | CPU s a round | wall s a round | CPU s of training | fedsim's CPU s as a fraction "
         "| of training alone | wall s as a fraction | accuracy by round |"
     )
-    ours = measured[0]
+    ours = times[0]
     lines = [head, "|" + " --- |" * 8]
-    for side, theirs in zip(sides, measured, strict=True):
+    for side, theirs in zip(sides, times, strict=True):
         seconds = [f"{median(values):.3g}" for values in (theirs.cpu, theirs.wall, theirs.training)]
         pairs = (ours.cpu, theirs.cpu), (ours.training, theirs.training), (ours.wall, theirs.wall)
         compared = ["" if theirs is ours else ratios(*pair) for pair in pairs]
@@ -141,13 +141,13 @@ def main() -> None:
     for name in (name for name in chosen if getattr(given, name) is not None):
         sides = chosen[name](given)
         before = os.getloadavg()[0]
-        measured = in_turns(sides, given.rounds, sides[0].folder)
+        times = in_turns(sides, given.rounds, sides[0].folder)
         versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "flwr"))
         print(
             f"\n{name}: {given.rounds} rounds a side, {given.share:g} of the examples, "
             f"{os.cpu_count()} cores, load {before:.1f} to {os.getloadavg()[0]:.1f}, {versions}\n"
         )
-        print(table(sides, measured), flush=True)
+        print(table(sides, times), flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RoundTimes:
     """Times of a side's rounds.
 
     Attributes
@@ -106,7 +106,7 @@ class Player:
         return self.answer()
 
 
-def in_turns(sides: Sequence[Side], rounds: int, logs: Path) -> list[Measured]:
+def in_turns(sides: Sequence[Side], rounds: int, logs: Path) -> list[RoundTimes]:
     """Run rounds of every side in turns, after a first round that is not counted."""
     rows: list[list[dict[str, Any]]] = [[] for _ in sides]
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def in_turns(sides: Sequence[Side], rounds: int, logs: Path) -> list[Measured]:
                     rows[place].append(row)
         last = [player.answer() for player in players]
     return [
-        Measured(
+        RoundTimes(
             wall=[row["wall"] for row in side_rows],
             cpu=[row["cpu"] for row in side_rows],
             evaluation=[(row["evaluation"][0], row["evaluation"][1]) for row in side_rows],

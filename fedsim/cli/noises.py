@@ -85,8 +85,8 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
 def _plans(config: RunConfig, epsilon: float, delta: float) -> Iterator[NoisePlan]:
     """The config's plan with each of fedsim's own kinds of noise, calibrated to an epsilon."""
     noise = config.noise
-    own = (setting.key for setting in noise.own_settings(noise.name))
-    own_keys = {noise.key(key) for key in (*own, "options")}
+    settings = (setting.key for setting in noise.own_settings(noise.name))
+    own_keys = {noise.key(key) for key in (*settings, "options")}
     others = {k: value for k, value in config.to_run_config().items() if k not in own_keys}
     for name in registry.names("noise"):
         changed = config

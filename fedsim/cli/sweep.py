@@ -255,7 +255,7 @@ def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Mea
     notes = [] if single else ["mean and standard deviation of the seeds that ended"]
     rows = [record.rows for setting in settings for record in setting.ended.records]
     if any(recent_mean(r, f"test-{name}", least=LAST_EVALUATIONS) is None for r in rows):
-        notes.append("last five: of all evaluations, where there are fewer")
+        notes.append("last five: mean of five evaluations, or of all if there are fewer")
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="\n".join(notes)
     )

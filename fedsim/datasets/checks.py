@@ -248,8 +248,8 @@ def found_size(
             most.append(min(max(high + 1, 1), MOST_CLASSES))
             continue
         if low < 0 or high >= limit:
-            masked = f", and mask_{split} false where one does not count, as -100 in torch"
-            least = "integers from 0 up" + masked * (name == "y" and array.ndim > 1)
+            remedy = f", and mask_{split} must be false where one is ignored, as -100 is in torch"
+            least = "integers from 0 up" + remedy * (name == "y" and array.ndim > 1)
             value, must = (low, least) if low < 0 else (high, allowed)
             raise FedsimError(
                 f"{where} has the {noun} {value} in {name}_{split}; {noun}s must be {must}."

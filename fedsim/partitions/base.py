@@ -321,8 +321,8 @@ def hold_out(
             f"examples; it must hold out at least 1 and at most {len(free)}, "
             f"{'all but one' if owners is None else 'all but one of each owner'}."
         )
-    held_out = np.sort(free[:count])
-    return np.setdiff1d(np.arange(examples), held_out, assume_unique=True), held_out
+    validation = np.sort(free[:count])
+    return np.setdiff1d(np.arange(examples), validation, assume_unique=True), validation
 
 
 Counts = npt.NDArray[np.int64]

@@ -179,7 +179,7 @@ class RunDirectory:
             try:
                 with self._explained():
                     replace(self.config, config_toml.encode())
-                    for path in (*self._ending_files, *self._unfinished()):
+                    for path in (*self._ending_files, *self._temporary_files()):
                         path.unlink(missing_ok=True)
                 yield
                 has_lost_signature = self.signature in before and not self.signature.exists()
@@ -253,7 +253,7 @@ class RunDirectory:
             self._lock.release()
             raise FedsimError(f"{self.path} already holds a run; choose another --out.")
         self._archive_ledgers()
-        for path in (*self._run_files, *self._unfinished()):
+        for path in (*self._run_files, *self._temporary_files()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -318,12 +318,11 @@ class RunDirectory:
         """Names of the run's files that exist."""
         return [path.name for path in self._run_files if path.exists()]
 
-    def _unfinished(self) -> list[Path]:
+    def _temporary_files(self) -> list[Path]:
         """Temporary files of processes that were killed while they replaced a file of the run."""
         digits = 16 * "[0-9a-f]"
-        return [
-            left for path in self._run_files for left in self.path.glob(f".{path.name}.{digits}")
-        ]
+        names = (f".{path.name}.{digits}" for path in self._run_files)
+        return [file for name in names for file in self.path.glob(name)]
 
     def remains(self, rounds: Sequence[int]) -> str:
         """Sentence on what a failed run leaves here; it has checkpoints of ``rounds``."""

@@ -193,13 +193,13 @@ def kept_settings(
         # Calibrate for the rounds and the delta with which the run began, to get the same noise.
         lengths = {key: first.get(key, start[key]) for key in keys}
         config = with_best_groups(RunConfig.from_run_config({**requested, **lengths}))
-    kept = config.to_run_config()
+    settings = config.to_run_config()
     for key, unset in LEFT_TO_A_RULE.items():
-        if kept.get(key) == unset and key in start:
-            kept[key] = start[key]
+        if settings.get(key) == unset and key in start:
+            settings[key] = start[key]
     if not calibrates:
-        return kept
-    recalibrated = calibrated(RunConfig.from_run_config(kept), overrides)
+        return settings
+    recalibrated = calibrated(RunConfig.from_run_config(settings), overrides)
     return {**recalibrated.to_run_config(), **{key: requested[key] for key in keys}}
 
 

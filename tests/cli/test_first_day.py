@@ -38,7 +38,7 @@ def status(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def error_text(capsys: pytest.CaptureFixture[str]) -> str:
+def output_text(capsys: pytest.CaptureFixture[str]) -> str:
     captured = capsys.readouterr()
     return " ".join((captured.out + captured.err).replace("│", " ").split())
 
@@ -65,7 +65,7 @@ def test_nobody_else_is_told(option: str, monkeypatch) -> None:
 
 def test_a_quiet_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("run", "c.toml", "--quiet") == 0
-    assert error_text(capsys) == ""
+    assert output_text(capsys) == ""
 
 
 def test_json_is_one_object_a_line_and_the_last_says_how_it_ended(
@@ -132,14 +132,14 @@ def test_the_log_begins_at_the_level_asked_for(arguments: tuple[str, ...], level
 
 def test_another_level_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("run", "c.toml", "--log-level", "loud") == 2
-    assert "--log-level is loud; it must be debug, info, warning, error." in error_text(capsys)
+    assert "--log-level is loud; it must be debug, info, warning, error." in output_text(capsys)
 
 
 def test_a_run_without_a_mechanism_says_that_it_claims_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert status("run", "c.toml") == 0
-    summary = error_text(capsys)
+    summary = output_text(capsys)
     assert "No privacy is claimed: mechanism.name" in summary
     assert "epsilon" not in summary
     assert "private release" not in summary
@@ -160,9 +160,9 @@ def test_a_mistake_is_blamed_before_a_directory_that_is_taken(
 ) -> None:
     assert status("run", "c.toml", "--quiet") == 0
     assert status("run", "c.toml", "--set", change) == 2
-    assert blamed in error_text(capsys)
+    assert blamed in output_text(capsys)
     assert status("run", "c.toml") == 2
-    assert "already holds a run" in error_text(capsys)
+    assert "already holds a run" in output_text(capsys)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_key_of_another_name_is_recognised(
 ) -> None:
     changes = ("--set", "mechanism.name=clipping", "--set", "noise.multiplier=1.0")
     assert status("run", "c.toml", *changes, "--set", f"{key}=3") == 2
-    assert f"did you mean '{meant}'?" in error_text(capsys)
+    assert f"did you mean '{meant}'?" in output_text(capsys)
 
 
 def test_a_directory_of_another_version_is_named_with_what_to_do(
@@ -192,7 +192,7 @@ def test_a_directory_of_another_version_is_named_with_what_to_do(
     config.write_text(config.read_text().replace("[client]\n", "[client]\nolden = 3\n"))
     for arguments in (("c.toml", "--overwrite"), ("runs/small", "--resume")):
         assert status("run", *arguments) == 2
-        sentence = error_text(capsys)
+        sentence = output_text(capsys)
         assert "runs/small/config.toml belongs to a run of another version of fedsim" in sentence
         assert "'client.olden'" in sentence
         assert "Choose another --out" in sentence
@@ -216,16 +216,16 @@ def test_what_takes_a_config_takes_a_run_for_its_config(
     told = []
     for source in ("runs/small/config.toml", "runs/small"):
         ended = status(*command.replace("RUN", source).split())
-        told.append((ended, error_text(capsys)))
+        told.append((ended, output_text(capsys)))
     assert told[0] == told[1]
     assert "cannot read" not in told[0][1]
     assert status(*command.replace("RUN", ".").split()) == 2
-    assert error_text(capsys).endswith(
+    assert output_text(capsys).endswith(
         ". is not a run's directory: it has no config.toml; give a config, or a run's directory."
     )
     Path("runs/small/.fedsim-run").unlink()  # hidden, so that `cp -r runs/small/* here` leaves it
     assert status(*command.replace("RUN", "runs/small").split()) == 2
-    assert "small is not a run's directory: it has no .fedsim-run; give" in error_text(capsys)
+    assert "small is not a run's directory: it has no .fedsim-run; give" in output_text(capsys)
 
 
 def test_explaining_a_table_fits_on_a_screen_and_names_the_way_to_more(
@@ -238,7 +238,7 @@ def test_explaining_a_table_fits_on_a_screen_and_names_the_way_to_more(
     assert status("config", "explain", "mechanism.adaclip") == 0
     assert "mechanism.gamma" in capsys.readouterr().out
     assert status("config", "explain", "client") == 0
-    assert "client.mechanism, client.noise" in error_text(capsys)
+    assert "client.mechanism, client.noise" in output_text(capsys)
 
 
 def test_clients_without_an_owner_are_spoken_of(

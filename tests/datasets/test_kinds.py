@@ -180,7 +180,7 @@ def test_a_folder_stays_in_its_files(tmp_path: Path) -> None:
 
 def test_a_label_of_minus_100_is_said_to_need_a_mask(tmp_path: Path) -> None:
     path = stored(tmp_path, arrays(y_test=np.full((4, 5), -100)), mapped=False)
-    with pytest.raises(FedsimError, match=r"label -100 in y_test; .* and mask_test false where"):
+    with pytest.raises(FedsimError, match=r"label -100 in y_test; .* and mask_test must be false"):
         load(path)
 
 

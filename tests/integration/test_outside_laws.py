@@ -146,13 +146,8 @@ def test_correlated_noise_of_an_outside_file_costs_what_fedsims_own_of_its_kind_
             "noise.multiplier=4.0", *options,
         )  # fmt: skip
         (tmp_path / "empty.toml").write_text("")
-        fedsim(
-            "run",
-            tmp_path / "empty.toml",
-            "--out",
-            out,
-            *(w for s in settings for w in ("--set", s)),
-        )
+        changes = [word for setting in settings for word in ("--set", setting)]
+        fedsim("run", tmp_path / "empty.toml", "--out", out, *changes)
         return json.loads(fedsim("privacy", out, "--json"))[0]["epsilon"]
 
     assert epsilon_of("outside_laws:Cancelling", "noise.options.draws=2") == epsilon_of(

@@ -16,7 +16,7 @@ from benchmarks.quickstarts import networks
 from benchmarks.quickstarts.__main__ import table
 from benchmarks.quickstarts.examples import write_mnist, write_pfllib
 from benchmarks.quickstarts.stamps import cpu_seconds
-from benchmarks.quickstarts.turns import Measured, Side, in_turns, ratios
+from benchmarks.quickstarts.turns import RoundTimes, Side, in_turns, ratios
 
 SIDE = """
 import sys
@@ -41,9 +41,9 @@ def side(name: str, folder: Path, rounds: int) -> Side:
 
 
 def test_sides_take_turns_and_the_first_round_is_not_counted(tmp_path: Path) -> None:
-    measured = in_turns([side("a", tmp_path, 4), side("b", tmp_path, 4)], 3, tmp_path)
+    times = in_turns([side("a", tmp_path, 4), side("b", tmp_path, 4)], 3, tmp_path)
     assert (tmp_path / "order").read_text() == "baabbaab"
-    for one in measured:
+    for one in times:
         assert len(one.wall) == len(one.cpu) == len(one.evaluation) == 3
         assert one.accuracy == [0.5] * 4
         walls = zip(one.wall, one.evaluation, strict=True)
@@ -73,8 +73,8 @@ def test_ratios_are_of_turns_and_not_of_medians() -> None:
 
 
 def test_the_table_has_a_line_a_side_and_no_ratio_of_a_side_with_itself() -> None:
-    ours = Measured([2.0], [1.0], [(0.5, 0.25)], [0.1])
-    theirs = Measured([3.0], [2.0], [(0.5, 0.5)], [0.125])
+    ours = RoundTimes([2.0], [1.0], [(0.5, 0.25)], [0.1])
+    theirs = RoundTimes([3.0], [2.0], [(0.5, 0.5)], [0.125])
     sides = [Side(name, (), Path()) for name in ("fedsim", "other")]
     lines = table(sides, [ours, theirs]).splitlines()
     assert lines[2] == "| fedsim | 1 | 2 | 0.75 |  |  |  | 0.100 |"
@@ -139,6 +139,6 @@ def test_fedsims_side_makes_its_rounds_of_such_a_split(tmp_path: Path) -> None:
     write_pfllib(tmp_path / "split", tmp_path, clients=20)
     module = (sys.executable, "-m", "benchmarks.quickstarts.fedsim_rounds")
     command = (*module, "pfllib", str(tmp_path), "--rounds", "2")
-    (measured,) = in_turns([Side("fedsim", command, tmp_path)], 1, tmp_path)
-    assert len(measured.accuracy) == 3  # of the initial model, and after each round
-    assert measured.evaluation[0][0] > 0
+    (times,) = in_turns([Side("fedsim", command, tmp_path)], 1, tmp_path)
+    assert len(times.accuracy) == 3  # of the initial model, and after each round
+    assert times.evaluation[0][0] > 0

@@ -325,7 +325,7 @@ def test_a_sweep_says_where_its_last_five_are_fewer(
     Path("c.toml").write_text(TOML.replace("rounds = 4", f"rounds = {rounds}"))
     with pytest.raises(SystemExit):
         main(["sweep", "c.toml", "--over", "client.lr=0.1,0.2", "--out", "out"])
-    note = "last five: of all evaluations, where there are fewer"
+    note = "last five: mean of five evaluations, or of all if there are fewer"
     assert (note in " ".join(capsys.readouterr().out.split())) is (rounds < 5)
 
 

@@ -92,7 +92,7 @@ def run_sweep(
     FedsimError
         If ``out`` has a run of another sweep, or a run's engine is not 'local'.
     """
-    grid = [as_begun(run, out) for run in grid]
+    grid = [with_saved_config(run, out) for run in grid]
     for run in grid:
         if (engine := run.config.engine.name) != "local":
             raise FedsimError(f"engine.name = '{engine}'; a sweep's runs run on 'local'.")
@@ -192,13 +192,13 @@ def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
 
 
 def is_done(run: SweepRun, out: Path) -> bool:
-    """Whether the run has ended in ``out``; raises like `as_begun`."""
-    as_begun(run, out)
+    """Whether the run has ended in ``out``; raises like `with_saved_config`."""
+    with_saved_config(run, out)
     return RunDirectory(out / run.label).done.exists()
 
 
-def as_begun(run: SweepRun, out: Path) -> SweepRun:
-    """The run with the resolved config that it began with, if it did in ``out``.
+def with_saved_config(run: SweepRun, out: Path) -> SweepRun:
+    """The run with the resolved config of its directory in ``out``; unchanged if it has none.
 
     Raises
     ------
@@ -209,8 +209,8 @@ def as_begun(run: SweepRun, out: Path) -> SweepRun:
     if not directory.config.exists():
         return run
     config = RunConfig.load(directory.config)
-    begun = config.to_run_config()
-    if kept_settings(run.config, begun, begun) != begun:
+    start = config.to_run_config()
+    if kept_settings(run.config, start, start) != start:
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
     return SweepRun(run.point, config)
 

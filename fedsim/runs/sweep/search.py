@@ -79,9 +79,9 @@ def grid_runs(config: RunConfig, axes: Axes) -> list[SweepRun]:
     runs = _distinct(config, axes, itertools.product(*values))
     if len(runs) < math.prod(map(len, values)):
         # As configs write them, in which 0.1 and 0.10 are one value.
-        tested = {key: {run.point[key] for run in runs} for key in axes}
+        points = {key: {run.point[key] for run in runs} for key in axes}
         raise _repeated(
-            key for key, axis in zip(axes, values, strict=True) if len(tested[key]) < len(axis)
+            key for key, axis in zip(axes, values, strict=True) if len(points[key]) < len(axis)
         )
     return runs
 
