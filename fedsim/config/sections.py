@@ -78,16 +78,16 @@ class DataSection(Choice, table="data"):
         str, NamesPath(is_name=lambda name: DataSection.registered(name) != "files")
     ] = "digits"
     """The data set: `digits`, which is part of fedsim, `mnist`, `fashion-mnist`, `cifar10`,
-    `cifar100`, or a path of your own: an .npz, a .csv, or a folder of .npy files (which stay in
-    their files), of train.csv and test.csv, or that `datasets` has saved."""
+    `cifar100`, or a path of your own: an .npz, a .csv, or a folder with .npy files (which are
+    memory-mapped), with train.csv and test.csv, or with what `datasets` has saved."""
     dir: Annotated[str, OUTSIDE_RELEASE, NamesPath("location")] = "data"
     """The folder that holds data sets."""
     download: Annotated[bool, OUTSIDE_RELEASE] = False
     """Whether a data set that is missing from data.dir may be downloaded."""
     normalize: bool = False
     """Whether inputs are normalised by the data set's published mean and standard deviation, or by
-    those that its files or a Python object, data=, have. Numbers of a table without a declared
-    range: by those of its training rows, which a private run refuses."""
+    those that its files or a Python object, data=, have. A table's numbers without a declared
+    range are normalised by those of its training rows, which a private run refuses."""
     train: Range = ""
     """A range of the training examples to use, as start:stop; '10000:' leaves out the first
     10,000."""
