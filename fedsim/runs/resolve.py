@@ -179,7 +179,7 @@ def _multipliers(
     privacy: ExamplePrivacy | None,
 ) -> dict[str, str | float]:
     resolved_keys: dict[str, str | float] = {}
-    # A user's noise has options instead of keys (`own`); its coefficients are found each time.
+    # A user's noise has options instead of keys (`own`); its coefficients are computed each time.
     if plan is not None and isinstance(plan.noise, Correlated) and config.noise.own:
         resolved_keys["noise.coefficients"] = plan.noise.coefficients
     if plan is not None and config.noise.target_epsilon is not None:
