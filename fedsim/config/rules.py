@@ -33,7 +33,7 @@ def check_rules(config: RunConfig) -> None:
         raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
 
 
-def _start(c: RunConfig) -> Refusals:
+def _model(c: RunConfig) -> Refusals:
     """Initial model."""
     if c.model.weights_for and not c.model.weights:
         yield (
@@ -361,7 +361,7 @@ def _whole_run(c: RunConfig) -> Refusals:
 
 
 RULES = (
-    *(_start, _alternation, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
+    *(_model, _alternation, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
     *(_guarantee, _larger_cohort, _evaluation, _private_evaluation, _whole_run),
 )
 """All rules, in the order in which they are checked."""

@@ -116,8 +116,8 @@ class RunDirectory:
         """
         if re.search(r"[\ud800-\udfff]", str(self.path)):  # bytes that are not UTF-8
             raise FedsimError(
-                f"--out {self.path} is not valid UTF-8; it must be, since safetensors, the format "
-                "of models and checkpoints, opens no other file."
+                f"--out {self.path} is not valid UTF-8; it must be, or safetensors could not open "
+                "the model and the checkpoints."
             )
         with self._explained():
             if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():

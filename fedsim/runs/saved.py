@@ -261,7 +261,8 @@ class SavedRun:
         Raises
         ------
         FedsimError
-            If the examples have another shape or other columns, or are not finite numbers.
+            If the examples have another shape, other columns or another kind of numbers than the
+            model's, or are not finite.
         """
         inputs = self._inputs(x)
         # Copies: a forward may write to its inputs, which may be the caller's own array.

@@ -181,8 +181,8 @@ def _run_all(
 def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
     """Whether a run of ``out``, whose config `run_sweep` has compared, needs no further round."""
     directory = RunDirectory(out / run.label)
-    # The report is a run's last file. Without it the process was killed at the run's end, which is
-    # resumed to write the missing files.
+    # The report is a run's last file: a run that was killed before it was written is resumed, also
+    # at its end, to write the missing files.
     if not directory.report.exists():
         return False
     if directory.done.exists():
