@@ -269,7 +269,8 @@ class Releaser:
         }
         if drawn_multiplier is not None:
             split = {name: drawn_multiplier(z) for name, z in split.items()}
-            multipliers = {name: drawn_multiplier(z) for name, z in multipliers.items()}
+            # On the CPU, since a GPU divides by multiplying with a reciprocal, which rounds twice.
+            multipliers = {k: drawn_multiplier(z.cpu()).to(z) for k, z in multipliers.items()}
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
         sizes = _noise_sizes(split, grids)
         if not sizes:

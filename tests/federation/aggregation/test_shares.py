@@ -5,10 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from cuda_helpers import needs_a_fake_gpu
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from release_helpers import plan_of
+from release_helpers import plan_of, source
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort, PoissonCohort
@@ -308,3 +310,21 @@ def test_a_message_without_the_mechanisms_state_is_refused_in_a_sentence():
                 layout,
                 sources=[NoiseSource(np.random.default_rng(1))],
             )
+
+
+@needs_a_fake_gpu
+def test_noise_multipliers_of_shares_on_a_gpu_are_computed_on_the_cpu(monkeypatch) -> None:
+    def drawn_multiplier(z: float | Tensor) -> float | Tensor:
+        assert not isinstance(z, Tensor) or z.device.type == "cpu"
+        return z / 3.0
+
+    monkeypatch.setattr(
+        "fedsim.mechanisms.releaser.normals",
+        lambda noise, sizes, device: torch.zeros(len(noise), sum(sizes), device=device).double(),
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        plans = [plan_of(Clipping(1.0), Independent(1.0), 1.0)] * 2
+        releaser = Releaser(plans, Layout.of({"w": torch.zeros(5)}), device="cuda")
+        noise = [source(1), source(2)]
+        units, _ = releaser.noised(releaser.start({}), noise, drawn_multiplier)
+    assert units["sum"].device.type == "cuda"
