@@ -173,8 +173,8 @@ def make_shares(
     """
     if request.bound.guarantee == "none":
         raise FedsimError(
-            f"noise placement is 'client'; {request.bound} gives no guarantee, so there is no "
-            "noise to share."
+            f"noise placement is 'client'; {type(request.bound).__name__} gives no guarantee, so "
+            "there is no noise to share."
         )
     # The strategy refuses this too, but a client does not rely on the server's checks.
     if request.noise.correlated or not request.noise.divisible:
