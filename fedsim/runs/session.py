@@ -87,8 +87,7 @@ class Session:
         self.end_requested = False
         self._round_complete = True
         self._end_request = end_request
-        if self.strategy.protects:
-            resolved.trainer.join(self.strategy.ledger.run)
+        resolved.trainer.join(self.strategy.ledger.run)
         if resume is not None:
             self._restore(resume)
         signing_key(config.noise.ledger_key)  # refuses a bad key now rather than at the end

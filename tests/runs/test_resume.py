@@ -200,6 +200,17 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path):
     assert str(resumed.privacy.epsilon) == str(whole.privacy.epsilon)
 
 
+def test_clients_state_of_a_checkpoint_is_kept_in_a_directory_that_is_given_on_resume(tmp_path):
+    config = BASE.replace(**CASES["clients keep their rate"])
+    whole = fedsim.run(config, out=tmp_path / "whole")
+    with killed_in(4):
+        fedsim.run(config, out=tmp_path / "killed")
+    on_disk = config.replace(**{"client.state-dir": str(tmp_path / "clients")})
+    resumed = fedsim.run(on_disk, out=tmp_path / "killed", resume=True)
+    norms, expected = ([row.get("update-norm") for row in r.metrics] for r in (resumed, whole))
+    assert norms == expected
+
+
 def test_a_state_of_another_format_is_refused():
     kept, text = Session(resolve(BASE)).state().to_parts()
     with pytest.raises(ValueError, match="has format 9, and this fedsim reads"):
