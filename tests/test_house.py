@@ -40,6 +40,11 @@ def test_a_variable_says_what_it_is():
     assert sum(name in VAGUE for name in names) < 0.01 * len(names)
 
 
+def test_no_file_of_the_package_is_longer_than_400_lines():
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "fedsim").rglob("*.py")}
+    assert {path.name: length for path, length in lengths.items() if length > 400} == {}
+
+
 # What they read is no user's: fedsim's own files, and the system's.
 OWN_FILES = {
     "fedsim/audit/outside/audit.py",
@@ -54,7 +59,7 @@ OWN_FILES = {
 
 
 def test_users_files_are_read_through_one_door():
-    """See `fedsim.regular_files`: a FIFO under a file's name would keep its reader for ever."""
+    """A FIFO under a file's name would keep another reader than `fedsim.regular_files` for ever."""
     readers = [
         f"{path}:{node.lineno}"
         for path, tree in trees()

@@ -109,9 +109,9 @@ def _check(where: str, tensors: Mapping[str, Tensor], entries: Mapping[str, Tens
     for key, value in entries.items():
         tensor = tensors[key]
         if tensor.shape != value.shape or tensor.is_floating_point() != value.is_floating_point():
-            kind = "floating point" if value.is_floating_point() else "of whole numbers"
+            numbers = "floating point" if value.is_floating_point() else "of whole numbers"
             raise FedsimError(
-                f"{where} has {tensor.dtype} {list(tensor.shape)} for {key}; it must be {kind} "
+                f"{where} has {tensor.dtype} {list(tensor.shape)} for {key}; it must be {numbers} "
                 f"{list(value.shape)}."
             )
         require_finite(where, key, tensor, value.dtype)

@@ -149,10 +149,9 @@ class Releaser:
         self.most_rows = self._terms.most_rows
         """Largest number of rows of a sum, up to which it is exact; more are refused."""
         self._denominators = self._per_sum(numbers)
-        self._multipliers = {
+        self._multipliers = {  # ``[...]``, by the name of the part
             name: self._per_sum([splits[r][name] for r in numbers]) for name in self._terms.split
         }
-        """Noise multipliers ``[...]`` by the name of the part."""
 
     def _per_sum(self, numbers: Sequence[float]) -> Tensor:
         zeros = self._terms.zeros

@@ -168,7 +168,7 @@ def test_runs_that_share_a_directory_do_not_start_from_each_others_state(tmp_pat
             shared.receive({RUN: run})
             rows.append(torch.equal(next(shared.train(shared.initial(), IDS, t)).rows, expected))
     assert found == {"a": [True] * 3, "b": [True] * 3}
-    # Whoever sends the id does not choose a path with it.
+    # A server does not choose a path by the id that it sends.
     hostile = trainer_of("client", state_dir=tmp_path / "of" / "nodes")
     hostile.receive({RUN: "../../outside"})
     next(hostile.train(hostile.initial(), IDS, 1))
