@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +82,7 @@ class Resolved:
     devices: Devices
     client_ledgers: ClientLedgers | None
 
-    @cached_property
+    @property
     def uncovered(self) -> tuple[str, ...]:
         """Subjects of metrics.csv's columns that no noise protects; empty without privacy."""
         if not self.config.protects:
