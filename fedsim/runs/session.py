@@ -77,7 +77,7 @@ class Session:
         config = resolved.config
         self._until = config.rounds if until is None else min(until, config.rounds)
         self.strategy = strategy_of(resolved, directory.ledger if directory else None)
-        self.evaluation = CentralEvaluation(resolved)
+        self.evaluation, self._uncovered = CentralEvaluation(resolved), resolved.uncovered
         self._arrays = resolved.initial_arrays
         self._rows: list[Row] = []
         # HMAC of all rows but the last: a checkpoint is written before its own row is in the file.
@@ -208,7 +208,7 @@ class Session:
             row=dict(self._rows[-1]) if self._rows else {},
             arrays=same_arrays(self._arrays),
             protects=self.strategy.protects,
-            uncovered=self.resolved.uncovered,
+            uncovered=self._uncovered,
             directory=self._directory,
             ending=ending,
         )
