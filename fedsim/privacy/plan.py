@@ -31,7 +31,7 @@ from fedsim.privacy.laws import (
 )
 from fedsim.privacy.laws.base import check_level, is_shipped
 from fedsim.privacy.laws.correlated import CorrelatedLaw, ExtendedLaw, Extension
-from fedsim.privacy.laws.full import unamplified
+from fedsim.privacy.laws.full import one_gaussian, unamplified
 from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
 from fedsim.settings import Ge, Gt, check_settings
@@ -281,7 +281,7 @@ class ReleasePlan(Generic[BoundT]):
         if event.law.rounds == 1:
             return event
         if attempt:  # one more release, on draws that are not independent of the covered rounds'
-            law = event.law.redrawn or unamplified(event.law)
+            law = event.law.redrawn or one_gaussian(event.law)
             return replace(event, law=law, count=1)
         begins = 1
         if self.extension is not None and round > self.extension.after:

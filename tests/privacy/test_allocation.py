@@ -224,3 +224,23 @@ def test_the_curve_of_an_added_row_is_above_an_integral_over_two_rounds(z: float
     assert (truth <= found).all()
     # Tight where the grid reaches, and at the least orders, which most deltas take.
     assert found[:6] == pytest.approx(truth[:6], rel=1e-3)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("participations", "rounds", "expected"), [(2, 20, 2.9432), (10, 100, 7.5113), (4, 4, 4.3772)]
+)
+def test_known_rounds_cost_one_gaussian_each(participations, rounds, expected, blocks) -> None:
+    plan = ReleasePlan(
+        level="client",
+        sampler=AllocationCohort(participations, rounds, 100, blocks=blocks),
+        bound=Gaussian(),
+        noise=Independent(2.0),
+        rounds=rounds,
+        cohort_known=True,
+    )
+    assert not plan.amplified
+    spent = Accountant([plan.charge(t) for t in range(1, rounds + 1)]).epsilon(1e-5)
+    assert plan.epsilon(1e-5) == spent == pytest.approx(expected, abs=1e-4)
+    event = plan.charge(1)
+    assert Event.from_dict(event.to_dict()) == event

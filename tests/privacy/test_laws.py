@@ -167,6 +167,7 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
         "extended",
         "fixed",
         "full",
+        "known-allocation",
         "poisson",
         "selection",
         "separated",
@@ -174,7 +175,12 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
     }
     assert set(shipped_laws()) == own
     # A command line can say none of those that are around another one.
-    assert own - set(simple_laws()) == {"correlated", "extended", "selection"}
+    assert own - set(simple_laws()) == {
+        "correlated",
+        "extended",
+        "known-allocation",
+        "selection",
+    }
     laws = [FixedSizeLaw(size=3, population=9), PoissonLaw(rate=0.3), FullLaw(population=4)]
     for law in laws:
         assert shipped_laws()[law.name] is type(law)

@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import pytest
 
+from fedsim import registry
 from fedsim.errors import FedsimError
-from fedsim.privacy import epsilon
-from fedsim.privacy.laws import FixedSize, Full, Poisson, ShuffledPasses
+from fedsim.privacy import Accountant, epsilon
+from fedsim.privacy.laws import FixedSize, Full, Law, Poisson, PoissonLaw, Sampler, ShuffledPasses
+from fedsim.privacy.laws.allocation import Allocation
+from fedsim.privacy.laws.cyclic import Cyclic
+from fedsim.privacy.laws.separated import Separated
 from fedsim.privacy.local_work import LocalWork
+from fedsim.privacy.losses import gaussian_epsilon
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.randomness import Draws, Randomness
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,68 @@ def test_epsilon_before_and_on_the_way_is_the_accountants() -> None:
     assert plan.epsilon(1e-5, after=300) == pytest.approx(spent)
     assert plan.epsilon(1e-5, after=0) == 0
     assert plan.denominator == 10
+
+
+@dataclass(frozen=True)
+class Own(Sampler):
+    """Everybody in every round; its law says no more than that an event covers three rounds."""
+
+    name = "own"
+    population: int | None = 100
+
+    def draw(self, round, draws, step=0):
+        return np.arange(self.population)
+
+    def law(self):
+        return ThreeRounds(population=self.population)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreeRounds(Law):
+    name = "three-rounds"
+    rounds = 3
+    label = "own"
+
+    def rdp(self, noise_multiplier):
+        return PoissonLaw(rate=0.1).rdp(noise_multiplier)
+
+    def sentence(self, row):
+        return "own"
+
+
+KNOWN = {
+    "poisson": (Poisson(0.5, 100), 12, 1),
+    "full": (Full(100), 12, 1),
+    "full, replace-one": (Full(100, adjacency="replace-one"), 12, 2),
+    "fixed": (FixedSize(60, 100), 12, 2),
+    "cyclic": (Cyclic(5, 0.9, 100), 3, 1),
+    "separated": (Separated(5, 0.9, 100), 3, 1),
+    "separated, limited": (Separated(5, 0.9, 100, max_participations=2), 3, 1),
+    "allocation": (Allocation(5, 12, 100), 5, 1),
+    "allocation in blocks": (Allocation(4, 12, 100, blocks=True), 4, 1),
+    "a user's": (Own(), 12, 1),
+}
+
+
+@pytest.mark.parametrize(("sampler", "gaussians", "moves"), KNOWN.values(), ids=KNOWN.keys())
+def test_a_known_cohort_costs_a_plain_gaussian_for_each_round_that_a_client_can_be_in(
+    sampler, gaussians, moves
+) -> None:
+    rounds, z = 12, 3.0
+    plan = plan_of(sampler, z=z, rounds=rounds, cohort_known=True)
+    draws = Draws(Randomness(5), level="client", amplified=True)
+    joined = np.concatenate([sampler.draw(t, draws) for t in range(1, rounds + 1)])
+    assert np.bincount(joined).max() <= gaussians
+    exact = gaussian_epsilon(moves * math.sqrt(gaussians) / z, 1e-5)
+    charged = Accountant([plan.charge(t) for t in range(1, rounds + 1)]).epsilon(1e-5)
+    assert exact * (1 - 1e-9) <= charged <= exact * 1.001
+    assert plan.epsilon(1e-5) == pytest.approx(charged)
+    assert not plan.amplified
+
+
+def test_every_cohort_is_tried_with_a_known_one() -> None:
+    tried = {sampler.name for sampler, *_ in KNOWN.values()}
+    assert set(registry.names("cohort")) <= tried
 
 
 def test_a_calibrated_plan_costs_the_target_and_no_more() -> None:

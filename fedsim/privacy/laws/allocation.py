@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import gammaln, log_ndtr, logsumexp, ndtr
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Law, Participation
+from fedsim.privacy.laws.base import Law, Participation, WrappingLaw
 from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
 from fedsim.privacy.losses import (
     ORDERS,
@@ -75,6 +75,11 @@ class AllocationLaw(Law):
         """Rounds of one part, of which a row is in one: t."""
         return self.rounds // self.participations
 
+    @property
+    def known_sample(self) -> Law:
+        """One Gaussian for each participation."""
+        return KnownAllocationLaw(base=self, population=self.population, adjacency="zero-out")
+
     def gaussian(self, noise_multiplier: float) -> float | None:
         """``1 / z`` if a part has only one round, or z is extreme (`_exceeds_grid`); else None.
 
@@ -103,10 +108,11 @@ class AllocationLaw(Law):
     @property
     def label(self) -> str:
         """Short description, for tables."""
-        return f"{self._words} rounds, at random"
+        return f"{self.words} rounds, at random"
 
     @property
-    def _words(self) -> str:
+    def words(self) -> str:
+        """How many of which rounds a row is in, such as "2 of 20"."""
         return (
             f"one of each {self.rounds_per_part:,}"
             if self.blocks
@@ -115,13 +121,52 @@ class AllocationLaw(Law):
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is sampled: a phrase of the privacy statement."""
-        return f"each {row} in {self._words} rounds (random allocation: in which must stay secret)"
+        return f"each {row} in {self.words} rounds (random allocation: in which must stay secret)"
 
     def round_sentence(self, population: int) -> str:
         """Which clients take part in a round: a sentence for reports."""
         return (
-            f"Every client takes part in {self._words} rounds, drawn at random: about "
+            f"Every client takes part in {self.words} rounds, drawn at random: about "
             f"{self.expected_size(population):,.4g} of {population:,} in a round."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownAllocationLaw(WrappingLaw):
+    """Law of a random allocation for an adversary who knows the rounds of each row.
+
+    The plan is charged as ``participations`` plain Gaussians, one for each round that a row is in;
+    one event of this law is one of them.
+    """
+
+    name: ClassVar[str] = "known-allocation"
+    neighbours: ClassVar = ("add-remove", "zero-out")
+
+    base: AllocationLaw
+
+    @property
+    def rate(self) -> float:
+        """1: there is no amplification."""
+        return 1.0
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of the plan."""
+        return self.base.rounds
+
+    def inclusion(self, population: int) -> None:
+        """None: a row's participations in different rounds are not independent."""
+
+    @property
+    def label(self) -> str:
+        """Short description, for tables."""
+        return f"{self.base.label}, no amplification"
+
+    def sentence(self, row: str) -> str:
+        """How a ``row`` is sampled: a phrase of the privacy statement."""
+        return (
+            f"each {row} in {self.base.words} rounds, which the adversary knows (no amplification "
+            "by sampling)"
         )
 
 

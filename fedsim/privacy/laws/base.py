@@ -140,6 +140,15 @@ class Law(ABC):
         return None
 
     @property
+    def known_sample(self) -> Law | None:
+        """Law of the same rounds for an adversary who knows which rows were sampled.
+
+        None for one plain Gaussian a round, which is always enough. A law whose event covers
+        several rounds, not all of which a row is in, gives a law of as many rounds here.
+        """
+        return None
+
+    @property
     def continued(self) -> Law | None:
         """The law that must have been charged already, if this one is only the difference to it."""
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -37,6 +37,11 @@ class CyclicLaw(Law):
     def rate(self) -> float:
         """Sampling rate within the group; the secrecy of the group itself is not credited."""
         return self.in_group
+
+    @property
+    def known_sample(self) -> Law:
+        """One Gaussian a cycle: a row is in the round of its group."""
+        return replace(self, in_group=1.0, adjacency="zero-out")
 
     def expected_size(self, population: int) -> float:
         """``in_group * population / groups``."""

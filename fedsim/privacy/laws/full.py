@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from fedsim.privacy.laws.base import Adjacency, Law
+from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw
 from fedsim.privacy.laws.sampler import Ids, Sampler, declared_population
 from fedsim.privacy.losses import Array
 from fedsim.randomness import Draws
@@ -39,8 +39,19 @@ class FullLaw(Law):
         return "Every client takes part in every round."
 
 
-def unamplified(law: Law) -> FullLaw:
-    """Law of the same release against an adversary who knows which rows were sampled."""
+def unamplified(law: Law) -> Law:
+    """Law of the same rounds for an adversary who knows which rows were sampled.
+
+    An event of it covers as many rounds as one of ``law``, or a single one (`one_gaussian`).
+    """
+    if isinstance(law, WrappingLaw):
+        base = unamplified(law.base)
+        return replace(law, base=base, adjacency=base.adjacency)
+    return law.known_sample or one_gaussian(law)
+
+
+def one_gaussian(law: Law) -> FullLaw:
+    """Law of a single round, without amplification, for the neighbours of ``law``."""
     replaced = law.adjacency == "replace-one"
     adjacency: Adjacency = "replace-one" if replaced else "zero-out"
     return FullLaw(adjacency=adjacency, population=law.population)

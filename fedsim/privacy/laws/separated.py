@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -25,6 +25,11 @@ class SeparatedLaw(Law):
     def rounds(self) -> int:
         """``separation``: one event covers so many consecutive rounds; a row is in one of them."""
         return self.separation
+
+    @property
+    def known_sample(self) -> Law:
+        """The same law, which counts on no secret."""
+        return replace(self, adjacency="zero-out")
 
     def inclusion(self, population: int) -> None:
         """None: a draw depends on earlier draws."""
