@@ -15,6 +15,7 @@ from fedsim.cli.console import Output
 from fedsim.config import RunConfig
 from fedsim.config.plan import planned_delta, uncalibrated_plan, with_best_groups
 from fedsim.errors import FedsimError
+from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.reports.plots import SERIES, curve_style, grid, save
@@ -77,6 +78,8 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
         "(root mean square over rounds), which a server that adds up updates has in its model, in "
         "units of the clip norm. Correlated noise needs a constant bound, such as clipping."
     )
+    if warning := large_delta(config.noise.delta, "client", config.partition.clients):
+        console.print(warning)
     if picture is not None:
         _draw(plans, f"Noise in the model at epsilon {epsilon:.4g}", picture)
         console.print(f"picture: {picture}")

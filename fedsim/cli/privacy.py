@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -197,10 +198,18 @@ def privacy(
         key, values = parse_axis(over)
         answers = [along(question, key, value).answer() for value in values]
         console.print(_over_table(question, key, answers, prv))
+        largest = max((answer.question for answer in answers), key=attrgetter("delta"))
+        _print_warning(console, contents.large_delta(largest))
         return
     answer = question.answer()
     console.print(_answer_table(answer, prv))
+    _print_warning(console, contents.large_delta(question))
     _print_further(console, contents, answer, group, extrapolated=rounds is None)
+
+
+def _print_warning(console: Output, warning: str) -> None:
+    if warning:
+        console.print(warning)
 
 
 def _print_further(

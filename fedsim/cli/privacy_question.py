@@ -20,7 +20,7 @@ from fedsim.config.plan import (
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, ClientLedgers, Event, Ledger, Question
-from fedsim.privacy.adversary import DECLARED_SENTENCES
+from fedsim.privacy.adversary import DECLARED_SENTENCES, large_delta
 from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.durable import archived
 from fedsim.privacy.events import law_named, simple_laws
@@ -50,6 +50,8 @@ class Source:
         Sentences on the parts of the mechanism that the config's user declares.
     declared_by_user : bool
         Whether its sampler or noise is such a part.
+    smallest : int or None
+        Number of examples of the smallest client of a config, at example level.
     """
 
     question: Question = field(default_factory=Question)
@@ -59,6 +61,11 @@ class Source:
     group: int = 1
     declared: tuple[str, ...] = ()
     declared_by_user: bool = False
+    smallest: int | None = None
+
+    def large_delta(self, question: Question) -> str:
+        """Warning that a question's delta is useless for its number of rows; empty if it is not."""
+        return large_delta(question.delta, question.level, self.smallest or question.law.population)
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
@@ -97,12 +104,14 @@ def _of_config(config: RunConfig) -> Source:
         declared, by_user = {*plan.declared}, plan.declared_by_user
     if config.client.private and of_user(config.client.mechanism.make()):
         declared.add("bound")
+    question, smallest = _planned(config)
     return Source(
-        _planned(config),
+        question,
         extrapolated=extrapolation(config, config.rounds),
         group=config.privacy.group,
         declared=tuple(DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in declared),
         declared_by_user=by_user,
+        smallest=smallest,
     )
 
 
@@ -144,7 +153,8 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
     )
 
 
-def _planned(config: RunConfig) -> Question:
+def _planned(config: RunConfig) -> tuple[Question, int | None]:
+    """Question about a config, and the number of examples of its smallest client if that counts."""
     noise = with_added_noise(config).noise
     if not config.private and config.client.private:
         return _planned_examples(config)
@@ -155,7 +165,7 @@ def _planned(config: RunConfig) -> Question:
             "guarantee, and its epsilon is infinite."
         )
     event = uncalibrated_plan(config, config.mechanism.make()).event()
-    return Question(
+    question = Question(
         noise_multiplier=noise.multiplier,
         target_epsilon=noise.target_epsilon,
         rounds=config.rounds,
@@ -166,6 +176,7 @@ def _planned(config: RunConfig) -> Question:
         invocations=event.count,
         further_events=partial(_evaluations, config),
     )
+    return question, None
 
 
 def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Event]:
@@ -178,8 +189,8 @@ def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Eve
     return evaluation_events(config.replace(**changes))
 
 
-def _planned_examples(config: RunConfig) -> Question:
-    """Question about the client that spends most, if clients protect their examples."""
+def _planned_examples(config: RunConfig) -> tuple[Question, int]:
+    """Question about the client that spends most, and the smallest client's examples."""
     # Needs the data: a client's sampling rate follows from its number of examples.
     from fedsim.runs.data_split import resolve_data
     from fedsim.runs.factories import example_privacy, most_expensive_client
@@ -191,7 +202,7 @@ def _planned_examples(config: RunConfig) -> Question:
         raise FedsimError(
             f"partition.clients = {config.partition.clients}; none of them has an example."
         )
-    return Question(
+    question = Question(
         noise_multiplier=privacy.step_noise.multiplier,
         rounds=config.rounds,
         delta=config.client.noise.delta,
@@ -201,6 +212,7 @@ def _planned_examples(config: RunConfig) -> Question:
         law=worst.law,
         invocations=worst.count // config.rounds,
     )
+    return question, min(data.sizes)
 
 
 def with_sampling(question: Question, sampling: str | None, options: dict[str, Any]) -> Question:

@@ -98,8 +98,8 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
     if config.private:
         sentences.append(large_delta(config.noise.delta, "client", config.partition.clients))
         sentences.append(_noisy_metrics(config))
-    elif config.client.private and config.engine.name != "deployment":
-        smallest = min((len(part) for part in resolved.data.parts if len(part)), default=None)
+    if config.client.private and config.engine.name != "deployment":  # there nodes have the data
+        smallest = min(resolved.data.sizes, default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
     sentences += _certain_metrics(resolved)
     sentences += _second_softmax(resolved)

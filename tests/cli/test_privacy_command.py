@@ -15,6 +15,8 @@ from fedsim.cli.privacy import privacy
 from fedsim.cohorts import CyclicCohort, FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Event, Ledger, calibrate, epsilon, rounds_within
+from fedsim.runs.preflight import warnings
+from fedsim.runs.resolve import resolve
 
 CONFIG = """
 name = "plan"
@@ -67,6 +69,46 @@ def ledger(tmp_path):
     for t in range(1, 21):
         ledger.record(Entry(round=t, event=Event.of(PoissonCohort(0.2, 200), 1.5), clip_norm=1.0))
     return ledger
+
+
+USELESS = "Warning: delta = 0.01 is at least 1 / 200, the population"
+EXAMPLES = """
+rounds = 2
+[partition]
+name = "iid"
+clients = 30
+[client.mechanism]
+name = "clipping"
+[client.noise]
+multiplier = 1.0
+"""
+
+
+def test_a_delta_at_which_a_row_could_be_published_is_said_before_any_round(
+    config, ledger, tmp_path
+):
+    assert "Warning: delta" not in ask(config)
+    useless = (config, "--set", "noise.delta=0.01")
+    for options in ((), ("--over", "rounds=10,20"), ("--noises",)):
+        assert USELESS in ask(*useless, *options)
+    for options in ((config,), (str(ledger.path), "--rounds", "5")):
+        assert USELESS in ask(*options, "--delta", "0.01")
+    assert USELESS in ask(config, "--over", "delta=1e-4,0.01,0.006")
+    assert USELESS in ask(
+        *("--rate", "0.1", "--population", "200", "--rounds", "5", "-z", "1", "--delta", "0.01")
+    )
+    # 1,437 training images of 30 clients: the smallest has 47.
+    examples = tmp_path / "examples.toml"
+    examples.write_text(EXAMPLES + "delta = 0.2\n")
+    sentence = "Warning: delta = 0.2 is at least 1 / 47, a client's examples"
+    assert sentence in ask(str(examples))
+    assert "Warning: delta" not in ask(str(examples), "--delta", "1e-3")
+    both = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.delta": 0.5, "rounds": 1}
+    resolved = resolve(RunConfig.load(examples).replace(**both))
+    assert [said[:40] for said in warnings(resolved, None)] == [
+        "Warning: delta = 0.5 is at least 1 / 30,",
+        "Warning: delta = 0.2 is at least 1 / 47,",
+    ]
 
 
 def test_two_of_noise_rounds_and_epsilon_determine_the_third():

@@ -140,7 +140,6 @@ class KnownAllocationLaw(WrappingLaw):
     """
 
     name: ClassVar[str] = "known-allocation"
-    neighbours: ClassVar = ("add-remove", "zero-out")
 
     base: AllocationLaw
 
