@@ -43,6 +43,8 @@ class AllowedCode:
     of_user : bool
         Whether three more are allowed: modules under the current directory, those that its
         ``pyproject.toml`` lists (``[tool.fedsim] code = [...]``), and installed plug-ins.
+        Neither code nor a ``pyproject.toml`` in a run's directory counts: that directory may have
+        come from somebody else.
     file : str
         File in which the owner of this process lists ``modules``, for messages.
     """
@@ -114,6 +116,14 @@ class AllowedCode:
             return (
                 f"here a run may name {allowed}, and modules = "
                 f"{_as_toml((*self.modules, module))} in {self.file} would allow it"
+            )
+        places = [place for spec in _specs(module) for place in _places(spec)]
+        run = next(filter(None, map(_run_directory, places)), None)
+        if run is not None:
+            return (
+                f"'{module}' is in a run's directory, {run}, which may have come from somebody "
+                f"else: if you trust that code, give --allow-code {module} (allow_code= of "
+                "RunConfig.load)"
             )
         return (
             f"'{module}' is not under {os.getcwd()}: if you trust that code, add code = "
@@ -192,7 +202,8 @@ def is_reserved(module: str) -> bool:
 def _is_under_current_directory(module: str) -> bool:
     """Whether a module and its parent packages all lie under the current directory.
 
-    Links are followed. An environment's site-packages under that directory does not count.
+    Links are followed. An environment's site-packages under that directory does not count, nor does
+    what is in a run's directory.
     """
     directory = Path(os.path.realpath(os.getcwd()))
     specs = [*_specs(module)]
@@ -220,11 +231,25 @@ def _specs(module: str) -> Iterator[ModuleSpec]:
 
 
 def _lies_in(spec: ModuleSpec, directory: Path) -> bool:
-    places = [spec.origin] if spec.has_location else [*(spec.submodule_search_locations or ())]
-    paths = [Path(os.path.realpath(place)) for place in places if place]
-    return bool(paths) and all(
-        path.is_relative_to(directory) and not INSTALLED & {*path.parts} for path in paths
+    places = _places(spec)
+    paths = [Path(os.path.realpath(place)) for place in places]
+    return (
+        bool(paths)
+        and all(path.is_relative_to(directory) and not INSTALLED & {*path.parts} for path in paths)
+        and not any(map(_run_directory, places))
     )
+
+
+def _places(spec: ModuleSpec) -> list[str]:
+    """The file of a module, or the folders of a namespace package."""
+    places = [spec.origin] if spec.has_location else [*(spec.submodule_search_locations or ())]
+    return [place for place in places if place]
+
+
+def _run_directory(place: str) -> Path | None:
+    """The run's directory that contains a file or folder, by its own path or its link's target."""
+    target = Path(os.path.realpath(place))
+    return regular_files.run_directory_of(Path(place)) or regular_files.run_directory_of(target)
 
 
 def _as_toml(modules: Iterable[str]) -> str:
@@ -234,6 +259,8 @@ def _as_toml(modules: Iterable[str]) -> str:
 def _listed() -> tuple[str, ...]:
     """Modules that ``pyproject.toml`` in the current directory lists; none without that file."""
     path = Path(_PROJECT).absolute()
+    if _run_directory(_PROJECT) is not None:
+        return ()
     try:
         state = path.stat()
     except OSError:

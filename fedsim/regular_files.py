@@ -13,6 +13,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+RUN_MARKER = ".fedsim-run"
+"""Name of the file that marks a directory as a run's; see `fedsim.runs.run_lock`."""
+
 
 def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Open a regular file like `os.open`; to be passed as the ``opener`` of `open`.
@@ -133,6 +136,12 @@ def unwritable(directory: Path) -> Path | None:
     nearest = next(place for place in places if os.path.lexists(place))
     writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     return None if writable else nearest
+
+
+def run_directory_of(path: Path) -> Path | None:
+    """The directory marked as a run's that is this path or contains it; None if there is none."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next((place for place in places if os.path.lexists(place / RUN_MARKER)), None)
 
 
 def _irregular(path: str | os.PathLike[str]) -> OSError:

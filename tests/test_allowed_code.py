@@ -249,6 +249,100 @@ def test_the_current_directory_is_the_users_and_what_is_installed_there_is_not(c
     assert not canary.exists()
 
 
+EVIL = """
+from collections import OrderedDict
+from pathlib import Path
+from torch import nn
+
+Path({canary!r}).touch()
+
+def Net(input_shape, num_classes):
+    return nn.Sequential(OrderedDict(fc1=nn.Linear(64, num_classes)))
+"""
+
+
+@pytest.fixture
+def theirs(canary: Path, run: Path) -> Path:
+    """A run's directory under the current one, whose config names code that came with it."""
+    theirs = Path("runs/theirs")
+    shutil.copytree(run, theirs)
+    for file in ("theirs/evil.py", "theirs/deep/evil.py", "theirs/pack/__init__.py"):
+        path = Path("runs", file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(EVIL.format(canary=str(canary)))
+    text = (theirs / "config.toml").read_text()
+    text = text.replace('name = "softmax"', 'name = "runs.theirs.evil:Net"')
+    text = text.replace("bias = true\n", "")
+    (theirs / "config.toml").write_text(text)
+    yield theirs
+    for name in [n for n in sys.modules if n.split(".")[0] in ("runs", "evil", "linked")]:
+        del sys.modules[name]
+
+
+def test_code_that_a_run_directory_brings_needs_the_option(theirs, canary, capfd):
+    shutil.rmtree(theirs / "checkpoint")
+    run, config = str(theirs), str(theirs / "config.toml")
+    for command in (
+        ("evaluate", run),
+        ("export", run, "--to", "safetensors"),
+        ("run", run, "--resume"),
+        ("run", config, "--out", "again"),
+        ("tune", config),
+        ("sweep", config, "--over", "seed=1,2", "--out", "sweep"),
+        ("audit", config),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        said = capfd.readouterr().err
+        assert not canary.exists(), command
+        if command[0] != "audit":  # which reads the config's privacy first
+            assert ended.value.code == 2, command
+            assert "is in a run's directory" in said, said
+            assert "give --allow-code runs.theirs.evil" in said, said
+    with pytest.raises(FedsimError, match="is in a run's directory"):
+        fedsim.load(theirs).model  # noqa: B018
+    assert not canary.exists()
+    (theirs / ".fedsim-run").rename(theirs / "marker")
+    with pytest.raises(FedsimError, match="has no .fedsim-run"):
+        fedsim.load(theirs)
+    (theirs / "marker").rename(theirs / ".fedsim-run")
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", run, "--allow-code", "runs.theirs.evil"])
+    assert ended.value.code == 0
+    assert canary.exists()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_no_key_names_code_in_a_run_directory(key, theirs, canary, monkeypatch):
+    """By any way in which Python could find it."""
+
+    def refused_name(name: str) -> None:
+        config = RunConfig().replace(**BASE, **hostile(name, canary)[key])
+        with pytest.raises(FedsimError, match="is in a run's directory") as caught:
+            fedsim.run(config)
+        assert key in str(caught.value)
+        assert not canary.exists()
+
+    for module in ("evil", "deep.evil", "pack"):
+        refused_name(f"runs.theirs.{module}:Net")
+    Path("linked.py").symlink_to(theirs / "evil.py")
+    refused_name("linked:Net")
+    Path("mine").symlink_to(theirs / "deep", target_is_directory=True)
+    refused_name("mine.evil:Net")
+    # A link in their directory to a file of the user's is theirs too: they chose it.
+    Path("mine.txt").write_text("Net = 3\n")
+    (theirs / "chosen.py").symlink_to(Path("mine.txt").absolute())
+    refused_name("runs.theirs.chosen:Net")
+    for place in ("runs/theirs", str(theirs.absolute())):
+        monkeypatch.syspath_prepend(place)
+        refused_name("evil:Net")
+    monkeypatch.chdir(theirs)
+    Path("pyproject.toml").write_text('[tool.fedsim]\ncode = ["evil", "deep"]\n')
+    refused_name("evil:Net")
+    monkeypatch.chdir("deep")
+    refused_name("evil:Net")
+
+
 @pytest.mark.parametrize(
     "name", ["os", "json.tool", "builtins", "fedsim", "fedsim.runs", "__main__"]
 )

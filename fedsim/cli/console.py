@@ -45,7 +45,7 @@ def config_in(source: Path) -> Path:
     if not source.is_dir():
         return source
     config = source / "config.toml"
-    for file in (config, source / ".fedsim-run"):
+    for file in (config, source / regular_files.RUN_MARKER):
         if not file.is_file():
             raise FedsimError(
                 f"{source} is not a run's directory: it has no {file.name}; give a config, or a "

@@ -1,4 +1,7 @@
-"""The marker file of a run's directory, which is also the lock of the run that writes to it."""
+"""The marker file of a run's directory, which is also the lock of the run that writes to it.
+
+It holds the number of the directory's format.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ from pathlib import Path
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-
-MARKER = ".fedsim-run"
-"""Name of the file that marks a directory as a run's; it has the format's number."""
 
 RUN_FORMAT = 1
 PROBE_SECONDS = 0.1
@@ -31,7 +31,7 @@ def is_marked(directory: Path) -> bool:
     FedsimError
         If a later fedsim wrote it, whose files may have other names and meanings.
     """
-    marker = directory / MARKER
+    marker = directory / regular_files.RUN_MARKER
     try:
         content = json.loads(regular_files.read_text(marker) or "{}")
         run_format = int(content.get("format", RUN_FORMAT))
@@ -60,7 +60,7 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / MARKER
+        self.path = directory / regular_files.RUN_MARKER
         self._descriptor: int | None = None
 
     def take(self) -> bool:

@@ -43,6 +43,7 @@ from fedsim.runs.model import InferenceModel, initial_model, numbers_of, persona
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated
+from fedsim.runs.run_lock import is_marked
 from fedsim.tasks.metrics import predicted_classes, with_class_axis
 
 _CHUNK = 256  # examples in a batch of `predict`
@@ -88,6 +89,11 @@ def load(
     """
     directory = RunDirectory(path)
     record = RunRecord.read(directory.path)
+    if not is_marked(directory.path):  # by the marker it is known whose code is in there
+        raise FedsimError(
+            f"{directory.path} is not a run's directory: it has no {regular_files.RUN_MARKER}; "
+            "copy a run with all its files."
+        )
     try:
         config = RunConfig.load(directory.config)
     except FedsimError as error:
