@@ -54,8 +54,11 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("r", "lora-r"), (_LORA.format("rank"),)),
     "lora-alpha": (_LORA.format("alpha"),),
     "target-modules": (_LORA.format("targets"),),
+    **dict.fromkeys(("address", "ray-address"), ("RAY_ADDRESS (an environment variable)",)),
 }
-"""fedsim's keys by their names elsewhere; where several tables have one, the likeliest first."""
+"""fedsim's keys by their names elsewhere; where several tables have one, the likeliest first.
+
+An address is no key: what connects this machine to another is never read from a config."""
 
 _PROXIMAL = "client.proximal above 0 adds FedProx's term to any client algorithm"
 _NETS = "such networks come from a file of your own, as 'nets:{name}' for {name} in nets.py"

@@ -303,7 +303,7 @@ def test_code_that_a_run_directory_brings_needs_the_option(theirs, canary, capfd
         fedsim.load(theirs).model  # noqa: B018
     assert not canary.exists()
     (theirs / ".fedsim-run").rename(theirs / "marker")
-    with pytest.raises(FedsimError, match="has no .fedsim-run"):
+    with pytest.raises(FedsimError, match=r"has no \.fedsim-run"):
         fedsim.load(theirs)
     (theirs / "marker").rename(theirs / ".fedsim-run")
     with pytest.raises(SystemExit) as ended:

@@ -297,8 +297,6 @@ class EngineSection(ConfigTable, table="engine"):
     """How many processes train, and how many threads evaluate the global model: at most one a core.
     0 for one thread a core and as many processes as help: with 'ray' one a core or GPU, with
     'local' by a fixed rule of model, cohort and cores."""
-    address: Annotated[str, WithNames(("ray",))] = ""
-    """The address of a Ray cluster; empty to start Ray on this machine."""
     cpus_per_worker: Annotated[float, WithNames(("ray", "simulation")), Gt(0)] = 1.0
     """CPU cores that Ray reserves for a worker or client."""
     gpus_per_worker: Annotated[float, WithNames(("ray", "simulation")), Ge(0)] = 0.0

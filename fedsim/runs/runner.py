@@ -278,7 +278,6 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
         return RayGrid(
             trainer,
             workers=engine.workers,
-            address=engine.address or None,
             cpus_per_worker=engine.cpus_per_worker,
             gpus_per_worker=engine.gpus_per_worker,
         )

@@ -334,12 +334,23 @@ def test_a_ray_that_does_not_start(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", Mock(side_effect=Exception("The process died\nunexpectedly")))
     handler = signal.getsignal(signal.SIGTERM)
-    told = refused(
-        "run", "c.toml", "--engine", "ray", "--set", f"engine.address={address}", expected=expected
-    )
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    told = refused("run", "c.toml", "--engine", "ray", expected=expected)
     assert "(The process died unexpectedly)" in told
-    assert ("engine.address" if address else "Ray did not start") in told
+    assert ray.init.call_args.kwargs["address"] == (address or "local")
+    assert ("RAY_ADDRESS" if address else "Ray did not start") in told
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_no_config_joins_a_ray_cluster(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """Ray unpickles what the cluster sends, that is, it runs its code."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "init", Mock(side_effect=AssertionError))
+    with Path("c.toml").open("a") as config:
+        config.write('\n[engine]\nname = "ray"\naddress = "ray://10.0.0.1:10001"\n')
+    assert "did you mean RAY_ADDRESS (an environment variable)?" in refused("run", "c.toml")
 
 
 # -- what a terminal gets -----------------------------------------------------------------

@@ -50,8 +50,9 @@ class RayGrid(LocalGrid):
     workers : int
         Number of worker processes; 0 for one a core, or as many as the GPUs hold.
     address : str, optional
-        Ray cluster to join ("auto" for the one of this machine). By default a new local Ray is
-        started, and shut down by `close`.
+        Ray cluster to join ("auto" for the one of this machine), if the environment variable
+        RAY_ADDRESS names none. Without either a new local Ray is started, and shut down by `close`.
+        No config can name one: Ray unpickles what a cluster sends.
     cpus_per_worker, gpus_per_worker : float
         Resources that Ray reserves for a worker; with a fraction of a GPU several share one.
     retries : int
@@ -221,6 +222,7 @@ def _start_ray(address: str | None, workers: int) -> bool:
     # Workers without a GPU train on the CPU on purpose; without this, Ray warns in each of them.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {}
+    address = address or os.environ.get("RAY_ADDRESS") or None
     if address is None:
         options = {
             "num_cpus": max(workers, usable_cores()),
@@ -238,8 +240,8 @@ def _start_ray(address: str | None, workers: int) -> bool:
         if address is None:
             raise RunFailedError(f"Ray did not start ({cause}).") from error
         raise FedsimError(
-            f"engine.address = {address!r} could not be joined ({cause}); it must be the address "
-            "of a running Ray cluster, or '' for one on this machine."
+            f"the Ray cluster at {address!r} could not be joined ({cause}); RAY_ADDRESS must be "
+            "the address of a running one, or unset to start Ray on this machine."
         ) from error
     finally:
         # Undo Ray's SIGTERM handler, which would end this process in the middle of a round. Ray's
