@@ -27,8 +27,10 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -134,7 +136,7 @@ def run_supernode(seconds: float, arguments: Sequence[str]) -> None:
     from flwr.supernode.cli import flower_supernode
 
     flower_replacements.poll_every(seconds)
-    flower_replacements.before_reply_wait(lambda: wake(Path(os.environ["FLWR_HOME"])))
+    flower_replacements.await_tasks(lambda: wake(Path(os.environ["FLWR_HOME"])))
     flower_replacements.retry_soon()
     sys.argv = ["flower-supernode", *arguments]
     flower_supernode()
@@ -182,6 +184,7 @@ class WakeupPipe:
 # -- the SuperExec, which forks a process for each task ------------------------------------------
 
 _GRACE = 10.0
+_REPORTED = 113  # exit status of a task that has told Flower how it ended; no user's code has it
 # Written in full, so that a search for a module's name finds it here.
 _USED_BY_TASKS = (
     *("fedsim.apps.node", "fedsim.federation.engines.client_app"),
@@ -208,7 +211,8 @@ def run_superexec(role: str, app: str, seconds: float, arguments: Sequence[str])
     - other kinds of task (agents, connectors, models, simulations) are refused.
 
     A task that takes longer than ``seconds`` (0: no limit) is ended: first by an exception in it,
-    so that the operator gets the reason, and by SIGKILL if it continues.
+    so that the operator gets the reason, and by SIGKILL if it continues. A task whose process dies
+    has failed at once, and so has one that is refused; Flower would wait for its heartbeats.
 
     Parameters
     ----------
@@ -238,15 +242,15 @@ def _accept_tasks(role: str, forker: socket.socket, arguments: Sequence[str]) ->
 
     class ForkingExecutor(SubprocessExecutor):
         def launch(self, spec: ExecutionSpec) -> LaunchResult:
-            if str(spec.task_type) != _KIND_OF_ROLE[role]:
-                return LaunchResult.failed(f"a {spec.task_type} is not run here.")
+            refused = str(spec.task_type) != _KIND_OF_ROLE[role]
+            refusal = f"a {spec.task_type} is not run here." if refused else ""
             tls = ["--root-certificates", spec.root_certificates_path or ""]
-            task = [
+            arguments = [
                 *(_KIND_OF_ROLE[role], "--runtime-api-address", spec.runtime_api_address),
                 *("--token", spec.token, *(["--insecure"] if spec.insecure else tls)),
             ]
-            forker.sendall(json.dumps(task).encode() + b"\n")
-            return LaunchResult.accepted()
+            forker.sendall(json.dumps([refusal, arguments]).encode() + b"\n")
+            return LaunchResult.failed(refusal) if refused else LaunchResult.accepted()
 
     flower_replacements.use_executor(ForkingExecutor())
     if role == "client":
@@ -259,13 +263,11 @@ def _accept_tasks(role: str, forker: socket.socket, arguments: Sequence[str]) ->
 
 def _fork_tasks(role: str, app: str, seconds: float, superexec: socket.socket) -> None:
     """Fork a process for each task that arrives, until the SuperExec ends; tasks end with this."""
-    program = _guarded_program(role, app)
+    tasks = _Tasks(role, _guarded_program(role, app), seconds, superexec)
     # Keeps the memory of imported modules shared with forked tasks: the garbage collector would
     # write to its pages, which copies them.
     gc.freeze()
-    forker = os.getpid()
-    deadlines: dict[int, float] = {}
-    # The timeout lets the loop end late tasks also while no new ones arrive.
+    # The timeout lets the loop look after running tasks also while no new ones arrive.
     superexec.settimeout(0.2)
     unread = b""
     while True:
@@ -273,44 +275,89 @@ def _fork_tasks(role: str, app: str, seconds: float, superexec: socket.socket) -
             arrived = superexec.recv(1 << 16)
             if not arrived:
                 return
-            *tasks, unread = (unread + arrived).split(b"\n")
-            for task in tasks:
-                pid = os.fork()
-                if pid == 0:
-                    superexec.close()
-                    die_with_parent(forker)
-                    _run_task(program, json.loads(task), seconds)
-                deadlines[pid] = time.monotonic() + (seconds + _GRACE if seconds else math.inf)
+            *lines, unread = (unread + arrived).split(b"\n")
+            for line in lines:
+                refusal, arguments = json.loads(line)
+                tasks.fork(arguments, refusal)
         except TimeoutError:
             pass
-        for pid, deadline in list(deadlines.items()):
-            if os.waitpid(pid, os.WNOHANG)[0] == pid:
-                del deadlines[pid]
-            elif time.monotonic() > deadline:
+        tasks.look_after()
+
+
+@dataclass(eq=False)
+class _Tasks:
+    """The processes of tasks, each by its pid with its arguments and the time when it is killed."""
+
+    role: str
+    program: Callable[[], None]
+    seconds: float
+    superexec: socket.socket
+    _running: dict[int, tuple[list[str], float]] = field(default_factory=dict)
+    _reports: set[int] = field(default_factory=set)
+
+    def fork(self, arguments: list[str], failure: str = "") -> None:
+        """Run a task in a process of its own, which only reports this failure if there is one."""
+        forker = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self.superexec.close()
+            die_with_parent(forker)
+            self._run(arguments, failure)
+        limit = self.seconds + _GRACE if self.seconds else math.inf
+        self._running[pid] = arguments, time.monotonic() + limit
+        if failure:
+            self._reports.add(pid)
+
+    def look_after(self) -> None:
+        """Kill tasks that are late, and report those whose process has died."""
+        for pid, (arguments, deadline) in list(self._running.items()):
+            is_late = time.monotonic() > deadline
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended == pid:
+                del self._running[pid]
+                failure = self._limit if is_late else _death(status)
+                if pid not in self._reports and status != _REPORTED << 8:
+                    self.fork(arguments, failure)
+                self._reports.discard(pid)
+            elif is_late:
                 os.kill(pid, signal.SIGKILL)
 
+    @property
+    def _limit(self) -> str:
+        return f"this node ends a task after {self.seconds:g} s"
 
-def _run_task(program: Callable[[], None], arguments: list[str], seconds: float) -> None:
-    """Run one task in this forked process, which exits and never returns."""
+    def _run(self, arguments: list[str], failure: str) -> None:
+        """Run one task in this forked process, which exits and never returns."""
 
-    def raise_timeout(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"this node ends a task after {seconds:g} s")
+        def raise_timeout(_number: int, _frame: FrameType | None) -> None:
+            raise TimeoutError(self._limit)
 
-    sys.argv = arguments
-    status = 1
-    try:
-        if seconds:
-            signal.signal(signal.SIGALRM, raise_timeout)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-        program()
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # os._exit, since an exception would unwind into the forker's code.
-        os._exit(status)
+        sys.argv = arguments
+        status = 1
+        try:
+            if self.seconds:
+                signal.signal(signal.SIGALRM, raise_timeout)
+                signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            if failure:
+                flower_replacements.fail_task(self.role, failure)
+            self.program()
+            status = _REPORTED
+        except SystemExit:  # after any failure that Flower's program has reported
+            status = _REPORTED
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # os._exit, since an exception would unwind into the forker's code.
+            os._exit(status)
+
+
+def _death(status: int) -> str:
+    """How a task's process died, by its wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    end = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+    return f"the task's process {end} before it had answered"
 
 
 def _guarded_program(role: str, app: str) -> Callable[[], None]:

@@ -153,18 +153,72 @@ def poll_every(seconds: float) -> None:
         module.time = SimpleNamespace(sleep=sleep)
 
 
-def before_reply_wait(call: Callable[[], None]) -> None:
-    """Have the SuperNode call this once a message has fully arrived, before its app replies."""
+def await_tasks(wake: Callable[[], None]) -> None:
+    """Have the SuperNode call ``wake`` once a message has fully arrived, and await its task's end.
+
+    Flower's own SuperNode waits for a reply, for ever if a task's process died before it had read
+    the message or while it was sending its reply; the node then takes no other message. Here the
+    end of a task without a whole reply becomes an error reply.
+    """
+    from flwr.common.constant import Status
+
     module: Any = importlib.import_module(SUPERNODE_LOOP)
-    wait_for_reply = getattr(module, "_push_messages", None)
-    if wait_for_reply is None:
+    push_replies = getattr(module, "_push_messages", None)
+    if push_replies is None:
         return
 
-    def call_and_wait(*args: Any, **options: Any) -> Any:
-        call()
-        return wait_for_reply(*args, **options)
+    def await_and_push(*, state: Any, object_store: Any, **options: Any) -> Any:
+        wake()
+        while state.get_tasks(statuses=[Status.PENDING, Status.STARTING, Status.RUNNING]):
+            time.sleep(_REPLY_POLL)
+        _answer_for_dead_task(module, state, object_store)
+        return push_replies(state=state, object_store=object_store, **options)
 
-    module._push_messages = call_and_wait
+    module._push_messages = await_and_push
+
+
+def _answer_for_dead_task(module: Any, state: Any, store: Any) -> None:
+    """Store an error reply to each message without a whole reply, now that all tasks have ended."""
+    from flwr.app import Error, Message
+    from flwr.common.constant import ErrorCode
+
+    messages = [entry.message for entry in list(state.msg_store.values())]
+    reply_of = {m.metadata.reply_to_message_id: m.metadata.message_id for m in messages}
+    for message in messages:
+        reply = reply_of.get(message.metadata.message_id)
+        if message.metadata.reply_to_message_id or (reply and _has_arrived(module, store, reply)):
+            continue
+        if reply:
+            state.delete_messages(message_ids=[reply])
+            store.delete(reply)
+        tasks = state.get_tasks(run_ids=[message.metadata.run_id], order_by="pending_at")
+        reason = tasks[-1].status.details if tasks else ""
+        error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason or "its task did not answer")
+        module._insert_message(Message(error, reply_to=message), state, store)
+        store.delete(message.metadata.message_id)
+
+
+def _has_arrived(module: Any, store: Any, message_id: str) -> bool:
+    """Whether all objects of a message are in the store."""
+    tree = store.get_object_tree(message_id)
+    return all(store.get(node.object_id) != b"" for node in module.iterate_object_tree(tree))
+
+
+def fail_task(role: str, reason: str) -> None:
+    """Have Flower's program for a task of this role report the task as failed, and end.
+
+    It raises when it begins to send heartbeats, before it reads anything, so that it reports the
+    failure as that of an app, by the task's own token.
+    """
+    module = _module_with(CLIENT_RUNTIME if role == "client" else SERVER_RUNTIME, _HEARTBEATS)
+
+    def fail(*_args: Any, **_options: Any) -> Any:
+        raise FedsimError(reason)
+
+    setattr(module, _HEARTBEATS, fail)
+
+
+_HEARTBEATS = "make_task_heartbeat_fn_http"
 
 
 def retry_soon() -> None:

@@ -7,13 +7,18 @@ import importlib
 import inspect
 import logging
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.simulation.ray_transport import ray_actor
 from flwr.supercore import sql_mixin
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink import config_loader
+from flwr.supernode.nodestate import NodeStateFactory
 
 from fedsim.deploy import flower_replacements
 from fedsim.deploy.flower_programs import new_token, operator_plugin, token_digest
@@ -27,6 +32,7 @@ from fedsim.deploy.flower_replacements import (
     flower_version,
 )
 from fedsim.errors import FedsimError
+from fedsim.federation.flower_internals import CLIENT_RAISED, ensure_identity
 
 
 @pytest.fixture
@@ -105,6 +111,16 @@ def test_the_installed_flower_is_one_whose_names_were_looked_up():
             CLIENT_RUNTIME,
             "get_load_client_app_fn",
             lambda: flower_replacements.run_installed_client(None, lambda content: None),
+        ),
+        (
+            CLIENT_RUNTIME,
+            "make_task_heartbeat_fn_http",
+            lambda: flower_replacements.fail_task("client", "died"),
+        ),
+        (
+            SERVER_RUNTIME,
+            "make_task_heartbeat_fn_http",
+            lambda: flower_replacements.fail_task("server", "died"),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -211,13 +227,87 @@ def test_a_supernode_asks_again_after_so_many_seconds(monkeypatch, module, wante
     assert slept == [waited]
 
 
-def test_a_supernode_calls_before_it_waits_for_its_apps_reply(monkeypatch):
-    loop = importlib.import_module(SUPERNODE_LOOP)
-    done = []
-    monkeypatch.setattr(loop, "_push_messages", lambda **options: done.append(options))
-    flower_replacements.before_reply_wait(lambda: done.append("called"))
-    loop._push_messages(state=1)
-    assert done == ["called", {"state": 1}]
+class NodeWithMessage:
+    """Flower's own state of a SuperNode that has received a message, and created its task."""
+
+    def __init__(self) -> None:
+        ensure_identity(7)
+        factory = ObjectStoreFactory()
+        self.store = factory.store()
+        self.state = NodeStateFactory(factory).state()
+        self.task = self.state.create_task("flwr-clientapp", 7, fab_hash="0")
+        self.token = self.state.claim_task(self.task)
+        self.message = Message(RecordDict(), 2, "train")
+        self.message.metadata.__dict__["_message_id"] = self.message.object_id
+        self.state.store_message(self.message)
+
+    def reply(self, content: RecordDict) -> Message:
+        reply = Message(content, reply_to=self.message)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        self.state.store_message(reply)
+        self.store.preregister(7, get_object_tree(reply))
+        return reply
+
+
+@pytest.fixture
+def node(module):
+    """Such a node, with a function that returns the replies that its loop would send."""
+    loop = module(SUPERNODE_LOOP, "_push_messages")
+    node, sent = NodeWithMessage(), []
+    loop._push_messages = lambda **options: sent.append(
+        [
+            entry.message
+            for entry in node.state.msg_store.values()
+            if entry.message.metadata.reply_to_message_id
+        ]
+    )
+    flower_replacements.await_tasks(lambda: sent.append("woken"))
+
+    def push() -> list[Message]:
+        loop._push_messages(state=node.state, object_store=node.store, send=None, push_object=None)
+        assert sent.pop(0) == "woken"
+        (replies,) = sent
+        return replies
+
+    node.push = push
+    return node
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_task_that_ends_without_a_reply_is_answered_by_its_node(node, begun, read):
+    if begun:
+        node.state.activate_task(node.task)
+    if read:
+        assert node.state.get_messages(is_reply=False) == [node.message]
+    node.state.finish_task(node.task, "failed", "the process was ended by signal 9")
+    (reply,) = node.push()
+    assert reply.metadata.reply_to_message_id == node.message.metadata.message_id
+    assert (reply.error.code, reply.error.reason) == (
+        CLIENT_RAISED,
+        "the process was ended by signal 9",
+    )
+    assert node.store.get_object_tree(reply.metadata.message_id).object_id
+
+
+def test_a_task_that_ends_while_it_sends_its_reply_is_answered_by_its_node(node):
+    record = RecordDict({"metrics": MetricRecord({"loss": 1.0})})
+    partial = node.reply(record)
+    node.state.activate_task(node.task)
+    node.state.finish_task(node.task, "failed", "the process was ended by signal 9")
+    (reply,) = node.push()
+    assert reply.has_error()
+    assert reply.metadata.message_id != partial.metadata.message_id
+
+
+def test_a_reply_that_has_arrived_is_sent_once_its_task_has_ended(node):
+    reply = node.reply(RecordDict({"metrics": MetricRecord({"loss": 1.0})}))
+    for object_id, part in get_all_nested_objects(reply).items():
+        node.store.put(object_id, part.deflate())
+    node.state.activate_task(node.task)
+    threading.Timer(0.3, node.state.finish_task, [node.task, "completed", ""]).start()
+    assert node.push() == [reply]
+    assert not node.state.get_tasks(statuses=["running"])
 
 
 def test_flowers_supernode_waits_for_its_apps_reply_when_all_of_a_message_is_there():
@@ -249,7 +339,7 @@ def test_what_is_on_its_way_is_asked_for_again_soon(monkeypatch):
     ("name", "gone", "replace"),
     [
         (SUPERNODE_LOOP, "time", lambda: flower_replacements.poll_every(0.2)),
-        (SUPERNODE_LOOP, "_push_messages", lambda: flower_replacements.before_reply_wait(print)),
+        (SUPERNODE_LOOP, "_push_messages", lambda: flower_replacements.await_tasks(print)),
         (SUPEREXEC_LOOP, "time", lambda: flower_replacements.use_task_wait(print)),
         (
             "flwr.supercore.inflatable.inflatable_utils",

@@ -21,12 +21,26 @@ PROGRAM = """
 import json, os, signal, socket, sys, time
 from fedsim.deploy import flower_programs
 
+failures = []
+flower_programs.flower_replacements.fail_task = lambda role, reason: failures.append(reason)
+
 def program():
     what, path = sys.argv[1:]
     def tell(word):
         with open(path, "a") as file:
             file.write(word + "\\n")
+    if failures:
+        tell(f"failed: {failures[0]}")
+        sys.exit(1)
     tell(f"pid {os.getpid()}")
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        os._exit(0)
+    if what == "raise":
+        raise RuntimeError("before Flower's program has reported anything")
+    if what == "reported":
+        sys.exit(205)
     if what == "listen":
         try:
             time.sleep(60)
@@ -56,8 +70,10 @@ class Forker:
         theirs.close()
 
     def ask(self, *tasks: tuple[str, Path]) -> None:
-        lines = [json.dumps(["program", what, str(path)]).encode() for what, path in tasks]
-        self.socket.sendall(b"\n".join(lines) + b"\n")
+        self.send(*(["", ["program", what, str(path)]] for what, path in tasks))
+
+    def send(self, *lines: object) -> None:
+        self.socket.sendall(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
 
     def __enter__(self) -> Forker:
         return self
@@ -109,7 +125,44 @@ def test_a_task_that_does_not_listen_is_killed_and_the_next_is_run(tmp_path):
         wait(lambda: not alive(lines_of(tmp_path / "deaf")[0]))
         forker.ask(("quick", tmp_path / "quick"))
         wait(lambda: lines_of(tmp_path / "quick")[-1:] == ["done"])
-    assert "done" not in lines_of(tmp_path / "deaf")
+        wait(lambda: len(lines_of(tmp_path / "deaf")) == 2)
+    assert lines_of(tmp_path / "deaf")[1] == "failed: this node ends a task after 0.3 s"
+
+
+@pytest.mark.parametrize(
+    ("death", "end"),
+    [
+        ("die", "was ended by signal 9"),
+        ("exit", "exited with status 0"),
+        ("raise", "exited with status 1"),
+    ],
+)
+def test_a_task_whose_process_dies_is_reported_once_as_failed(tmp_path, death, end):
+    with Forker(0) as forker:
+        forker.ask((death, tmp_path / "said"))
+        wait(lambda: len(lines_of(tmp_path / "said")) == 2)
+        forker.ask(("quick", tmp_path / "quick"))
+        wait(lambda: lines_of(tmp_path / "quick")[-1:] == ["done"])
+    assert lines_of(tmp_path / "said")[1:] == [
+        f"failed: the task's process {end} before it had answered"
+    ]
+
+
+def test_a_task_that_flowers_program_has_reported_is_not_reported_again(tmp_path):
+    with Forker(0) as forker:
+        forker.ask(("reported", tmp_path / "said"))
+        wait(lambda: lines_of(tmp_path / "said"))
+        wait(lambda: not alive(lines_of(tmp_path / "said")[0]))
+        forker.ask(("quick", tmp_path / "quick"))
+        wait(lambda: lines_of(tmp_path / "quick")[-1:] == ["done"])
+    assert len(lines_of(tmp_path / "said")) == 1
+
+
+def test_a_task_that_is_refused_is_only_reported(tmp_path):
+    with Forker(0) as forker:
+        forker.send(["an agent is not run here.", ["program", "quick", str(tmp_path / "said")]])
+        wait(lambda: lines_of(tmp_path / "said"))
+    assert lines_of(tmp_path / "said") == ["failed: an agent is not run here."]
 
 
 def test_tasks_end_when_nobody_is_there_to_ask_for_more(tmp_path):
@@ -164,14 +217,12 @@ def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch
         )
 
     assert made["executor"].launch(spec(TaskType.CLIENT_APP)).status == "accepted"
-    task = json.loads(theirs.recv(1 << 16))
-    assert task == ["flwr-clientapp", "--runtime-api-address", "127.0.0.1:1", "--token", "hunter2",
-                    "--insecure"]  # fmt: skip
+    task = ["flwr-clientapp", "--runtime-api-address", "127.0.0.1:1", "--token", "hunter2"]
+    task += ["--insecure"]
+    assert json.loads(theirs.recv(1 << 16)) == ["", task]
     for kind in set(TaskType) - {TaskType.CLIENT_APP}:
         assert made["executor"].launch(spec(kind)).status == "failed"
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(1)
+        assert json.loads(theirs.recv(1 << 16)) == [f"a {kind} is not run here.", task]
 
 
 def test_a_nodes_superexec_looks_when_its_supernode_rings(monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import stat
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +19,9 @@ def test_a_supernode_asks_often_wakes_its_app_and_is_given_its_arguments(monkeyp
     loop = importlib.import_module(SUPERNODE_LOOP)
     command = importlib.import_module("flwr.supernode.cli")
     done = []
+    state = SimpleNamespace(get_tasks=lambda **_: [], msg_store={})
     monkeypatch.setattr(loop, "time", loop.time)
-    monkeypatch.setattr(loop, "_push_messages", lambda: done.append("waits"))
+    monkeypatch.setattr(loop, "_push_messages", lambda **_: done.append("sends"))
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(flower_replacements, "retry_soon", lambda: done.append("retries soon"))
     monkeypatch.setattr(flower_programs, "wake", done.append)
@@ -28,12 +30,12 @@ def test_a_supernode_asks_often_wakes_its_app_and_is_given_its_arguments(monkeyp
 
     def program():
         loop.time.sleep(FLOWERS_POLL)
-        loop._push_messages()
+        loop._push_messages(state=state, object_store=None)
 
     monkeypatch.setattr(command, "flower_supernode", program)
     flower_programs.run_supernode(0.2, ["--insecure"])
     assert sys.argv == ["flower-supernode", "--insecure"]
-    assert done == ["retries soon", 0.2, tmp_path, "waits"]
+    assert done == ["retries soon", 0.2, tmp_path, "sends"]
 
 
 @pytest.mark.parametrize("clients", [1, 10, 100, 10_000])

@@ -132,15 +132,42 @@ def test_a_client_that_hangs_is_ended_by_its_node_and_takes_part_in_the_next_rou
 
 
 @pytest.mark.slow
-def test_a_client_whose_process_dies_costs_one_timeout(rehearsal, submit):
-    run_id, out = submit(faults="2=die@1")
+def test_a_client_whose_process_dies_has_failed_and_takes_part_in_the_next_round(rehearsal, submit):
+    # Without a node that says so, each round would wait for this timeout.
+    run_id, out = submit(faults="2=die@1", timeout=3000.0)
     finish(rehearsal, run_id)
-    first, second = rows_of(out)
-    assert counts(first) == (6, 5, 1)
-    assert second["usable"] >= 5
+    assert [counts(row) for row in rows_of(out)] == [(6, 5, 1), (6, 6, 0)]
+    assert rows_of(out)[0]["reasons"] == {"raised": 1}
+    assert "process exited with status 9" in rehearsal.operator.log(run_id)
     assert releases(out) == 2
-    # Flower's node keeps the message of the dead process until it misses its heartbeats.
-    rehearsal.start_node(2)
+
+
+@pytest.mark.slow
+def test_a_client_whose_process_is_killed_as_it_starts_has_failed_and_its_node_goes_on(
+    rehearsal, submit
+):
+    run_id, out = submit(timeout=3000.0)
+    kill_next_task(rehearsal.running["supernode-4-app"].pid)
+    finish(rehearsal, run_id)
+    assert [counts(row) for row in rows_of(out)] == [(6, 5, 1), (6, 6, 0)]
+    assert "process was ended by signal 9" in rehearsal.operator.log(run_id)
+    assert releases(out) == 2
+
+
+def kill_next_task(superexec: int) -> None:
+    """Kill the next task of a SuperExec, which a child of it forks, before it has read anything."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for forker in children(superexec):
+            for task in children(forker):
+                os.kill(task, signal.SIGKILL)
+                return
+        time.sleep(0.0005)
+    raise AssertionError("no task was started")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow
