@@ -105,7 +105,7 @@ class ConfigEvidence:
         least = grouped if grouped < self.config.rounds else sampler.gaussians(1)
         rounds, z = min(self.config.rounds, max(most, least)), self.noise
         if rounds < self.config.rounds:
-            smaller = smaller.replace(rounds=rounds)
+            smaller = smaller.replace(**_rounds_of(smaller, rounds))
             plan = factories.release_plan(smaller)
             z = plan.calibrated(self.claimed, self.config.noise.delta).noise.multiplier
         return StrategyTarget(strategies(smaller, z), rounds=rounds)
@@ -197,6 +197,12 @@ class ConfigEvidence:
         )
 
 
+def _rounds_of(config: RunConfig, rounds: int) -> dict[str, int]:
+    """Changes that give the config so many rounds, with clients' evaluations, if any, in them."""
+    every = min(config.evaluate.clients_every, rounds)
+    return {"rounds": rounds, "evaluate.clients-every": every}
+
+
 def strategies(
     config: RunConfig, noise_multiplier: float, budget: float | None = None
 ) -> StrategyFactory:
@@ -246,8 +252,9 @@ def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
     """Addresses that a run's first rounds draw from, and their number; nothing is written."""
     # With random allocation in blocks, rounds must be a multiple of a block.
     participations = cohort(config).gaussians(1)
+    rounds = min(participations * -(-OWN_ROUNDS // participations), config.rounds)
     changes: dict[str, str | int] = {
-        "rounds": min(participations * -(-OWN_ROUNDS // participations), config.rounds),
+        **_rounds_of(config, rounds),
         "client.state-dir": "",
         "client.noise.max-epsilon": "",
         "engine.name": "local",

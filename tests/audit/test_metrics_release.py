@@ -13,13 +13,14 @@ from fedsim import RunConfig
 from fedsim.audit import config_evidence
 from fedsim.audit.checks import Gathered, findings
 from fedsim.audit.config_audit import audit_config
-from fedsim.audit.config_evidence import ConfigEvidence, evaluating
+from fedsim.audit.config_evidence import ConfigEvidence, evaluating, own_addresses
 from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.errors import FedsimError
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_settings import PrivateMetrics
 from fedsim.federation.private_metrics import MetricsRelease, PrivateEvaluation
 from fedsim.mechanisms import Clipping
+from fedsim.randomness import Purpose
 
 CONFIG = RunConfig.parse(
     {
@@ -45,6 +46,16 @@ def violated(seed: int, config: RunConfig = CONFIG) -> set[str]:
 @pytest.mark.parametrize("seed", slow_but(1, range(5)))
 def test_an_honest_evaluation_passes(seed: int) -> None:
     assert violated(seed) == set()
+
+
+def test_evaluations_that_are_rarer_than_the_rounds_of_an_attack_are_audited() -> None:
+    config = CONFIG.replace(**{"rounds": 10, "evaluate.clients-every": 5})
+    addresses, rounds = own_addresses(config)
+    assert rounds == 2
+    # Two rounds, and one evaluation.
+    assert len({address for address in addresses if address.purpose is Purpose.NOISE}) == 3
+    verdict, _ = audit_config(config, rounds=2, runs=0, canaries=0)
+    assert verdict.accepted, verdict.refuting
 
 
 def test_an_honest_evaluation_of_two_numbers_passes() -> None:
