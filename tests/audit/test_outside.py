@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from slow_cases import slow_but
 
 from fedsim.audit.adapters import aggregation_target
+from fedsim.audit.adapters.flower import strategy_target
 from fedsim.audit.outside import (
     SyntheticFederation,
     TargetClaim,
@@ -408,6 +410,22 @@ def test_a_flower_strategy_releases_the_mean_of_clipped_updates(tmp_path: Path, 
     models = without_noise(tmp_path / "flower_targets.py", FLOWER, name)
     mean = clipped(ROWS, 0.7).mean(0)
     np.testing.assert_allclose(models, [mean, 2 * mean], atol=1e-6)
+
+
+def test_a_target_of_this_process_may_return_what_one_of_another_may() -> None:
+    def make(federation: SyntheticFederation) -> DifferentialPrivacyServerSideFixedClipping:
+        strategy = FedAvg(fraction_evaluate=0.0)
+        numbers = federation.noise_multiplier, federation.clip_norm, federation.population
+        return DifferentialPrivacyServerSideFixedClipping(strategy, *numbers)
+
+    claim = claim_of(rounds=2, adjacency="zero-out")
+    verdict = audit_target(strategy_target(make), claim, runs=30)
+    causes = {finding.cause for finding in verdict.failed}
+    assert "rows are weighted by numbers that clients report" in causes
+    assert "a division by the length of a row" in causes  # of rows of zeros
+    shape = r"the target <lambda> could not be run: ValueError: released models of shape \[1, 64\]"
+    with pytest.raises(FedsimError, match=shape):
+        audit_target(lambda f: {"models": [np.zeros(64)]}, claim, runs=30)
 
 
 @pytest.mark.slow

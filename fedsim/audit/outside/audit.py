@@ -13,10 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class TargetError(FedsimError):
     """A target could not be run; ``reason`` says why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"--target {name} could not be run: {reason.rstrip('.')}.")
+        super().__init__(f"{name} could not be run: {reason.rstrip('.')}.")
         self.reason = reason
 
 
@@ -251,7 +252,7 @@ def _named(finding: Finding, part: Part, name: str, cause: str) -> Finding:
 
 
 def audit_target(
-    target: Target,
+    target: Callable[[SyntheticFederation], Any],
     claim: TargetClaim,
     *,
     seconds: float = 25.0,
@@ -259,7 +260,7 @@ def audit_target(
     confidence: float = 0.99,
     seed: int = 1,
 ) -> Verdict:
-    """Audit a target's claim.
+    """Audit the claim of a target, whose results may be all that `TargetRelease.of` takes.
 
     Raises
     ------
@@ -267,8 +268,19 @@ def audit_target(
         If an argument is not allowed, or the target cannot be run.
     """
     check_numbers(confidence, runs or None)
+
+    def release(federation: SyntheticFederation) -> TargetRelease:
+        try:
+            return TargetRelease.of(target(federation), federation)
+        except FedsimError:
+            raise
+        except Exception as raised:
+            name = getattr(target, "__name__", type(target).__name__)
+            reason = f"{type(raised).__name__}: {raised}"
+            raise TargetError(f"the target {name}", reason) from raised
+
     try:
-        return TargetAudit(target, claim, seconds, runs, seed).verdict(confidence)
+        return TargetAudit(release, claim, seconds, runs, seed).verdict(confidence)
     except FedsimError:
         raise
     except (ValueError, TypeError) as error:
@@ -346,7 +358,7 @@ class _RemoteTarget:
         timer.cancel()
         answer = json.loads(line) if line else {"error": self._ending}
         if "error" in answer:
-            raise TargetError(self.name, answer["error"])
+            raise TargetError(f"--target {self.name}", answer["error"])
         answer["models"] = np.load(answer["models"])
         return TargetRelease.of(answer, federation)
 
