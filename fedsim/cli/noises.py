@@ -18,7 +18,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.reports.plots import SERIES, curve_style, grid, save
+from fedsim.reports.charts import Line, Lines
+from fedsim.reports.pictures import picture
+from fedsim.reports.plots import save
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,13 @@ def _table(plans: Sequence[NoisePlan], title: str) -> Table:
 
 
 def _draw(plans: Sequence[NoisePlan], title: str, path: Path) -> None:
-    figure, (axes,) = grid(1, 1, title=title, width=8.0, height=4.5)
-    for candidate, colour in zip(plans, SERIES, strict=False):
-        rounds = np.arange(1, len(candidate.cumulative_deviations) + 1)
-        axes.plot(
-            rounds, candidate.cumulative_deviations, label=candidate.name, **curve_style(colour)
+    lines = [
+        Line(
+            candidate.name,
+            list(range(1, len(candidate.cumulative_deviations) + 1)),
+            candidate.cumulative_deviations.tolist(),
         )
-    axes.set_xlabel("round")
-    axes.set_ylabel("standard deviation of the noise, over C")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    save(figure, path)
+        for candidate in plans
+    ]
+    y = "standard deviation of the noise, over C"
+    save(picture([Lines(title, "round", y, lines, from_zero=True)], title), path)

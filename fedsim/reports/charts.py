@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from fedsim.runs.record import RunRecord
 MOST_POINTS = 800
 """Points drawn of one line; of a longer one, the lowest and highest of each stretch are drawn."""
 
-_TABLE_ROWS = 12
+_TABLE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Lines:
 
     Their values are shares (``percent``), ``counts`` from 0 up, ``bytes``, or in the unit square
     (``square``). The y axis of other values starts near the lowest one, or at 0 (``from_zero``).
+    In a picture, the x axis may be logarithmic (``log_x``).
     """
 
     title: str
@@ -84,6 +85,7 @@ class Lines:
     counts: bool = False
     bytes: bool = False
     from_zero: bool = False
+    log_x: bool = False
 
     def spec(self) -> dict[str, Any]:
         """The chart as JSON data for the page's script."""
@@ -98,7 +100,10 @@ class Lines:
                 if values
             }
             series.append({"name": line.name, "reference": line.reference, **shown})
-        return {"kind": "lines", "series": series, **{flag: getattr(self, flag) for flag in flags}}
+        xs = series[0]["x"] if series else []  # written once, not in every line that has the same
+        series = [{k: v for k, v in s.items() if k != "x" or v != xs} for s in series]
+        chart = {flag: getattr(self, flag) for flag in flags}
+        return {"kind": "lines", "xs": xs, "series": series, **chart}
 
     def words(self) -> str:
         """Description of the chart in words."""
@@ -136,7 +141,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bar chart: one value per label."""
+    """Bar chart: one value per label, perhaps with an error to each side."""
 
     title: str
     x: str
@@ -145,9 +150,10 @@ class Bars:
     values: Sequence[float]
     about: str = ""
     percent: bool = False
+    errors: Sequence[float] = ()
 
     def spec(self) -> dict[str, Any]:
-        """The chart as JSON data for the page's script."""
+        """The chart as JSON data for the page's script, which draws no errors."""
         return {"kind": "bars", **vars(self)}
 
     def words(self) -> str:
@@ -221,10 +227,10 @@ def thinned(values: Sequence[float], at_most: int) -> list[int]:
 
 
 def _short(value: float) -> float | None:
-    """The number with six significant digits, enough for a screen; None if it is not finite."""
+    """The number with five significant digits, enough for a screen; None if it is not finite."""
     if not math.isfinite(value):
         return None
-    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.5g}")
 
 
 _ABOUT = {
@@ -267,6 +273,30 @@ def client_spreads(record: RunRecord) -> list[Lines]:
         about = "The band holds the middle 80 % of the clients that evaluated."
         title = f"{display_name(name, title=True)} over clients"
         charts.append(metric_chart(name, lines, title, about=about))
+    return charts
+
+
+def distribution_charts(distribution: Mapping[str, Any]) -> list[Chart]:
+    """Charts of a partition, from `fedsim.runs.summary.distribution`."""
+    charts: list[Chart] = [
+        Bars(f"{what.capitalize()} a client", what, "clients", bins["labels"], bins["counts"])
+        for what, bins in (
+            ("examples", distribution["sizes"]),
+            ("classes", distribution.get("classes")),
+        )
+        if bins
+    ]
+    if mixes := distribution.get("mixes"):
+        charts.append(
+            Heat(
+                "Each client's mix of classes",
+                x="clients, in order of their largest class",
+                y="class",
+                labels=mixes["labels"],
+                columns=mixes["columns"],
+                values=mixes["shares"],
+            )
+        )
     return charts
 
 

@@ -69,7 +69,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_function"] = _json
-    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    # The charts' library, uPlot (MIT, `uplot.LICENSE` beside it), and what draws with it.
+    own = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    library = (_TEMPLATES / "uplot.js").read_text(encoding="utf-8")
+    lines = (line.strip() for line in own.splitlines())
+    script = library + "\n".join(line for line in lines if not line.startswith("//"))
     environment.globals |= {
         # Digest of the exact bytes between the script tags: the page's content security policy
         # allows this script and no other.

@@ -95,9 +95,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("", "6 3", "2 2", "8 3 2 3", "10 4", "4 2 1 2", "1 3", "12 3 3 3")
 """Dash pattern of each series, as lengths of strokes and gaps; empty is a solid line."""
 
-HATCHES = ("", "//", "..")
-"""Hatches of areas, used in turn if there are more areas than colours."""
-
 INK = LIGHT.ink
 SERIES = LIGHT.series
 

@@ -19,12 +19,12 @@ from fedsim.privacy import Statement
 from fedsim.reports.charts import (
     MOST_POINTS,
     Bars,
-    Chart,
     Heat,
     Line,
     Lines,
     PageTable,
     client_spreads,
+    distribution_charts,
     learning_curves,
     release_curves,
 )
@@ -150,7 +150,7 @@ def _spending(record: RunRecord) -> list[Lines]:
 
 def _tradeoff(statement: Statement) -> Lines:
     """Chart of an attack's least false-negative rate, for every false-positive rate."""
-    false_positive_rates = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.1, 1, 60)[1:]])
+    false_positive_rates = np.concatenate([np.linspace(0, 0.1, 31), np.linspace(0.1, 1, 37)[1:]])
     missed = statement.tradeoff(false_positive_rates)
     return Lines(
         f"Trade-off curve ({statement.level} level)",
@@ -294,23 +294,10 @@ def _partition(record: RunRecord) -> dict[str, Any] | None:
     split = record.summary.get("partition")
     if not split:
         return None
-    charts: list[Chart] = [
-        Bars(f"{what.capitalize()} a client", what, "clients", bins["labels"], bins["counts"])
-        for what, bins in (("examples", split["sizes"]), ("classes", split.get("classes")))
-        if bins
-    ]
-    if mixes := split.get("mixes"):
-        charts.append(
-            Heat(
-                "Each client's mix of classes",
-                x="clients, in order of their largest class",
-                y="class",
-                labels=mixes["labels"],
-                columns=mixes["columns"],
-                values=mixes["shares"],
-            )
-        )
-    return {"summary": split["said"], "charts": [*charts, *client_spreads(record)]}
+    return {
+        "summary": split["said"],
+        "charts": [*distribution_charts(split), *client_spreads(record)],
+    }
 
 
 def _machine(record: RunRecord) -> dict[str, str]:

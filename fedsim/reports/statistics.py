@@ -2,60 +2,45 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from fedsim.reports.plots import LIGHT, SERIES, grid
+from fedsim.reports.charts import Bars, Chart
+from fedsim.reports.pictures import picture
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fedsim.runs.statistics import Estimate, Histogram, StatisticsResult
+    from fedsim.runs.statistics import Estimate, StatisticsResult
 
-MOST_HISTOGRAMS = 12
+MAX_HISTOGRAMS = 12
 """Most histograms in a picture; statistics.json has all of them."""
 
 
 def draw(statistics: StatisticsResult, name: str) -> Figure:
     """Draw means and shares as bars, with the noise's standard deviation, and histograms."""
-    quantities = ("mean", "share")
-    groups = [
-        [e for e in statistics.estimates if e.name.endswith(f": {quantity}")]
-        for quantity in quantities
-    ]
-    bars = [(quantity, group) for quantity, group in zip(quantities, groups, strict=True) if group]
-    histograms = statistics.histograms[:MOST_HISTOGRAMS]
-    panels = len(bars) + len(histograms)
-    columns = min(panels, 3)
-    rows = -(-panels // max(columns, 1))
-    title = f"{name}: private statistics of {statistics.clients:,} clients"
-    figure, axes = grid(rows, columns, title=title, width=4.2 * columns + 1, height=3.2 * rows + 1)
-    for panel, (quantity, group) in zip(axes, bars, strict=False):
-        _bars(panel, group, quantity)
-    for panel, histogram in zip(axes[len(bars) :], histograms, strict=False):
-        _histogram(panel, histogram)
-    for panel in axes[panels:]:
-        panel.set_axis_off()
-    return figure
+    groups = {
+        quantity: [e for e in statistics.estimates if e.name.endswith(f": {quantity}")]
+        for quantity in ("mean", "share")
+    }
+    charts: list[Chart] = [_bars(group, quantity) for quantity, group in groups.items() if group]
+    for histogram in statistics.histograms[:MAX_HISTOGRAMS]:
+        labels = [f"{edge:.4g}" for edge in histogram.edges[:-1]]
+        name_of_bin = "lower edge of the bin"
+        charts.append(
+            Bars(
+                histogram.name,
+                name_of_bin,
+                "share of examples",
+                labels,
+                histogram.shares.tolist(),
+            )
+        )
+    return picture(charts, f"{name}: private statistics of {statistics.clients:,} clients")
 
 
-def _bars(panel: Axes, estimates: Sequence[Estimate], quantity: str) -> None:
-    values = [0.0 if math.isnan(e.value) else e.value for e in estimates]
-    errors = [0.0 if math.isnan(e.error) else e.error for e in estimates]
-    places = np.arange(len(values))
-    panel.bar(places, values, color=SERIES[0], yerr=errors, ecolor=LIGHT.muted, capsize=2)
-    panel.set_title(f"{quantity}s", fontsize=10)
-    few = places[:: max(1, len(places) // 10)]
-    labels = [estimates[k].name.rpartition(":")[0].rpartition(" ")[2] for k in few]
-    panel.set_xticks(few, labels)
-    panel.set_xlabel(estimates[0].name.partition(":")[0].rstrip("0123456789 "))
-
-
-def _histogram(panel: Axes, histogram: Histogram) -> None:
-    panel.stairs(histogram.shares, histogram.edges, fill=True, color=SERIES[0])
-    panel.set_title(histogram.name, fontsize=10)
-    panel.set_ylabel("share of examples")
+def _bars(estimates: Sequence[Estimate], quantity: str) -> Bars:
+    labels = [estimate.name.rpartition(":")[0].rpartition(" ")[2] for estimate in estimates]
+    x = estimates[0].name.partition(":")[0].rstrip("0123456789 ")
+    values, errors = ([getattr(e, field) for e in estimates] for field in ("value", "error"))
+    return Bars(f"{quantity}s", x, quantity, labels, values, errors=errors)

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -15,7 +16,8 @@ from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.claims import Stopping, shared_cost
 from fedsim.privacy.entry import History
-from fedsim.reports.plots import SERIES, curve_style, grid
+from fedsim.reports.charts import Bars, Line, Lines
+from fedsim.reports.pictures import picture
 from fedsim.reports.seed_groups import SeedGroup, Spread
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.metrics import display_name
@@ -226,33 +228,30 @@ def draw(
     joined : bool
         Whether to join settings with equal values on the other axes by a curve.
     """
-    figure, (axes,) = grid(1, 1, title=title, width=7.0, height=4.4)
     column = f"test-{measure.name}"
     shown = _numbers_of(settings, column, axis)
-    values = list(dict.fromkeys(value for value, _, _ in shown))
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    places = {value: float(value) if numeric else index for index, value in enumerate(values)}
+    y = f"{display_name(column)}, mean of the last evaluations (at most five)"
+    about = _about(settings, [spread for _, _, spread in shown])
+    values = [value for value, _, _ in shown]
+    if not joined or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+        labels = [f"{value} {others}".strip() for value, others, _ in shown]
+        means, errors = [s.mean for *_, s in shown], [s.std or 0.0 for *_, s in shown]
+        return picture([Bars(title, axis, y, labels, means, about, errors=errors)], title)
     curves: dict[str, list[tuple[float, Spread]]] = {}
     for value, others, spread in shown:
-        curves.setdefault(others if joined else "", []).append((places[value], spread))
-    for index, (name, curve) in enumerate(curves.items()):
-        x = [place for place, _ in sorted(curve, key=lambda point: point[0])]
-        ordered = [spread for _, spread in sorted(curve, key=lambda point: point[0])]
-        style = curve_style(SERIES[index % len(SERIES)])
-        style |= {} if joined else {"linestyle": "none", "markevery": 1}
-        y, bars = [s.mean for s in ordered], [s.std or 0.0 for s in ordered]
-        axes.errorbar(x, y, bars, **style, capsize=3, label=name or None)
-    x = list(places.values())
-    if numeric and x and min(x) > 0 and max(x) / min(x) >= 20:
-        axes.set_xscale("log")
-    if not numeric:
-        axes.set_xticks(x, [str(value) for value in values])
-    axes.set_xlabel(axis)
-    axes.set_ylabel(f"{display_name(column)}, mean of the last evaluations (at most five)")
-    axes.set_title(_about(settings, [spread for _, _, spread in shown]), fontsize=9, loc="left")
-    if any(curves):
-        axes.legend(fontsize=8, frameon=False)
-    return figure
+        curves.setdefault(others, []).append((float(value), spread))
+    x = [float(value) for value in values]
+    log_x = bool(x) and min(x) > 0 and max(x) / min(x) >= 20
+    lines = [_curve(name, sorted(curve, key=itemgetter(0))) for name, curve in curves.items()]
+    return picture([Lines(title, axis, y, lines, about, log_x=log_x)], title)
+
+
+def _curve(name: str, points: Sequence[tuple[float, Spread]]) -> Line:
+    x, means = [place for place, _ in points], [spread.mean for _, spread in points]
+    if all(spread.std is None for _, spread in points):
+        return Line(name, x, means)
+    low, high = ([s.mean + sign * (s.std or 0.0) for _, s in points] for sign in (-1, 1))
+    return Line(name, x, means, low, high)
 
 
 def _numbers_of(
@@ -282,7 +281,7 @@ def _about(settings: Sequence[SeedGroup], spreads: Sequence[Spread]) -> str:
     about = ""
     if counts:
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        about = f"mean of {seeds} seeds; bars: one standard deviation on either side"
+        about = f"mean of {seeds} seeds; bands: one standard deviation on either side"
     missing = sum(len(setting.records) - len(setting.ended.records) for setting in settings)
     if missing:
         about += f"{'; ' * bool(about)}{missing} runs that failed or were dropped are left out"

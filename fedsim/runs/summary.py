@@ -300,15 +300,32 @@ def _partition(resolved: Resolved, names: Sequence[str]) -> dict[str, Any]:
     sizes = np.array([len(indices) for indices in data.indices], dtype=np.int64)
     least, median, most = np.quantile(sizes, [0, 0.5, 1])
     spread = f"{least:,.10g} at least, {median:,.10g} in the median, {most:,.10g} at most"
-    summary: dict[str, Any] = {
-        "said": f"{sizes.sum():,} training examples on {len(sizes):,} clients: {spread}.",
-        "sizes": _bars(sizes),
-    }
     y = data.y
+    counts, labels = None, names
     if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
         counts = class_counts(y.cpu().numpy(), data.indices, int(y.max()) + 1)
-        summary |= _classes(counts, class_labels(names, counts.shape[1]))
-    return summary
+        labels = class_labels(names, counts.shape[1])
+    said = f"{sizes.sum():,} training examples on {len(sizes):,} clients: {spread}."
+    return {"said": said, **distribution(sizes, counts, labels)}
+
+
+def distribution(
+    sizes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | None, names: Sequence[str]
+) -> dict[str, Any]:
+    """Histograms of clients' examples and classes, and their shares of each class.
+
+    Parameters
+    ----------
+    sizes : int64 ``[n]``
+        Examples of each client.
+    counts : int64 ``[n, K]`` or None
+        Examples of each client and class; None if targets are no classes.
+    names : sequence of str
+        Names of the K classes.
+    """
+    if counts is None:
+        return {"sizes": _bars(sizes)}
+    return {"sizes": _bars(sizes), **_classes(counts, names)}
 
 
 def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:

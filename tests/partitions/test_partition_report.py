@@ -90,11 +90,14 @@ def test_every_shape_of_partition_can_be_drawn_and_saved(
         assert list(path.parent.iterdir()) == [path]
 
 
-def test_bars_are_as_high_as_their_counts() -> None:
-    counts = class_counts(LABELS, InterpolatedPathological(0.3, seed=1).indices(LABELS), 10)
-    (axes,) = draw(counts, "title").axes
-    heights = np.array([[bar.get_height() for bar in bars] for bars in axes.containers[:10]])
-    np.testing.assert_array_equal(heights.T, counts)
+def test_the_picture_has_each_clients_share_of_each_class() -> None:
+    counts = class_counts(LABELS, InterpolatedPathological(0.0, seed=1).indices(LABELS), 10)
+    sizes, classes, mixes = draw(counts, "title").axes
+    assert [bar.get_height() for bar in sizes.patches] == [5]
+    assert [bar.get_height() for bar in classes.patches] == [5]
+    shares = np.square(mixes.images[0].get_array())
+    np.testing.assert_allclose(np.sort(shares.ravel())[-10:], 0.5)
+    np.testing.assert_allclose(shares.sum(0), 1)
 
 
 CONFIG = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from left_runs import left_run
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.reports.charts import Line, Lines, PageTable
 from fedsim.reports.compare_page import compare_page
+from fedsim.reports.page import render
 from fedsim.reports.plots import DARK, LIGHT
 from fedsim.reports.run_page import run_page
 from fedsim.runs.record import RunRecord, read_all
@@ -77,7 +80,15 @@ def pages(tmp_path_factory) -> dict[str, Path]:
             left_run(folder / "sweep" / f"{rate}-{seed}", some, seed=seed, **{"client.lr": rate})
     compared = compare_page(read_all([folder / "sweep"]))
     (folder / "compare.html").write_text(compared, encoding="utf-8")
-    names = ("long", "empty", "devices", "named", "compare")
+    spotty = [Line("a", [0, 2, 4], [1, math.nan, 3]), Line("b", [1, 3], [5, 4])]
+    chart = Lines("Gaps", "round", "value", spotty)
+    empty_table = PageTable(["run"], [])
+    facts = {"several_seeds": False, "several_runs": False, "several_private": False}
+    tables = {"results": empty_table, "runs": empty_table, "differences": None}
+    counts = {"left_out": 0, "diverged": 0}
+    html = render("compare.html", title="", summary="", curves=[chart], **facts, **tables, **counts)
+    (folder / "gaps.html").write_text(html, encoding="utf-8")
+    names = ("long", "empty", "devices", "named", "compare", "gaps")
     others = {name: folder / f"{name}.html" for name in names}
     return {"run": folder / "run" / "report.html", **others}
 
@@ -94,7 +105,7 @@ def test_a_page_opens_without_complaint_and_fits(
     assert set(browser.requests) == {pages[name].absolute().as_uri()}
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     charts = browser.evaluate("document.querySelectorAll('[data-chart]').length")
-    drawn = browser.evaluate("document.querySelectorAll('.plot > svg').length")
+    drawn = browser.evaluate("document.querySelectorAll('.plot > svg, .plot canvas').length")
     assert charts == drawn
     assert charts >= (0 if name == "empty" else 1)
 
@@ -160,22 +171,21 @@ def test_the_mouse_reads_values_and_zooms(pages: dict[str, Path], browser: Brows
     told = browser.evaluate("document.querySelector('.tip:not([hidden])').innerText")
     assert "round" in told
     assert "client.lr 0.1" in told
-    before = browser.evaluate("document.querySelector('.plot').textContent")
+    scale = "JSON.stringify(document.querySelector('.plot').uplot.scales.x)"
+    before = browser.evaluate(scale)
     browser.mouse("mousePressed", x, y, button="left", clickCount=1)
     browser.mouse("mouseMoved", x + 60, y, button="left")
     browser.mouse("mouseReleased", x + 60, y, button="left", clickCount=1)
-    assert browser.evaluate("document.querySelector('.plot').textContent") != before
+    assert browser.evaluate(scale) != before
     browser.click("button[aria-label='Reset the zoom']")
-    assert browser.evaluate("document.querySelector('.plot').textContent") == before
+    assert browser.evaluate(scale) == before
 
 
 def test_bytes_are_read_in_their_units(pages: dict[str, Path], browser: Browser) -> None:
     browser.open(pages["devices"])
-    ticks = browser.evaluate(
-        "[...document.querySelectorAll('.plot > svg text')].map((text) => text.textContent)"
-    )
-    assert "5 MB" in ticks
-    x, y = browser.middle(".plot[aria-label^=Bytes]")
+    plot = ".plot[aria-label^=Bytes]"
+    assert "5 MB" in browser.evaluate(f"document.querySelector('{plot}').uplot.axes[1]._values")
+    x, y = browser.middle(plot)
     browser.mouse("mouseMoved", x, y)
     told = browser.evaluate("document.querySelector('.tip:not([hidden])').innerText")
     assert re.search(r"to them\s+\d\.?\d? MB\s+back\s+900 kB", told)
@@ -198,10 +208,10 @@ def test_axes_of_compared_runs_begin_at_zero_until_they_are_zoomed(
     pages: dict[str, Path], browser: Browser
 ) -> None:
     browser.open(pages["compare"])
-    lowest = "[...document.querySelectorAll('.plot > svg text')].map((text) => text.textContent)[0]"
-    assert float(browser.evaluate(lowest)) == 0
+    lowest = "document.querySelector('.plot').uplot.scales.y.min"
+    assert browser.evaluate(lowest) == 0
     browser.click("button[aria-label='Zoom in']")
-    assert float(browser.evaluate(lowest)) >= 1
+    assert browser.evaluate(lowest) > 0.9
 
 
 def test_keys_of_a_table_stay_whole_on_a_phone(pages: dict[str, Path], browser: Browser) -> None:
@@ -214,10 +224,32 @@ def test_keys_of_a_table_stay_whole_on_a_phone(pages: dict[str, Path], browser: 
 
 def test_a_legends_key_hides_its_curve(pages: dict[str, Path], browser: Browser) -> None:
     browser.open(pages["compare"])
-    count = "document.querySelectorAll('.plot > svg path').length"
-    before = browser.evaluate(count)
+    shown = "document.querySelector('.plot').uplot.series.map((series) => series.show)"
+    assert browser.evaluate(shown) == [True] * 7
     browser.click(".legend .key")
-    assert browser.evaluate(count) < before
+    assert browser.evaluate(shown) == [True, False, False, False, True, True, True]
+
+
+def test_a_logarithmic_axis_has_ticks_and_the_same_curve(
+    pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["compare"])
+    browser.click("button[aria-label='Logarithmic scale']")
+    assert browser.evaluate("document.querySelectorAll('.plot canvas').length") >= 1
+    assert len(browser.evaluate("document.querySelector('.plot').uplot.axes[1]._values")) >= 3
+    assert browser.evaluate("document.querySelector('.plot').uplot.scales.y.distr") == 3
+
+
+def test_a_missing_value_breaks_its_line_and_other_lines_points_do_not(
+    pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["gaps"])
+    columns = browser.evaluate(
+        "document.querySelector('.plot').uplot.data.map((column) => [...column].map("
+        "(value) => value === undefined ? 'other' : value))"
+    )
+    assert columns[1] == [1, "other", None, "other", 3]
+    assert columns[4] == ["other", 5, "other", 4, "other"]
 
 
 def test_a_heading_sorts_its_table(pages: dict[str, Path], browser: Browser) -> None:

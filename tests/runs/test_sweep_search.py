@@ -280,7 +280,7 @@ def test_seeds_are_a_mean_and_the_standard_deviation_of_one_seed() -> None:
     assert float(rows[0]["test-accuracy-last-five-std"]) == pytest.approx(math.sqrt(0.02))
     assert rows[1]["test-accuracy-last-five-std"] == ""
     figure = draw(settings, MEASURE, "client.lr", "picture")
-    assert "2 seeds; bars: one standard deviation" in figure.axes[0].get_title("left")
+    assert "2 seeds; bands: one standard deviation" in figure.axes[0].get_title("left")
 
 
 def test_a_key_that_the_config_lacks_may_be_an_axis_of_quoted_values(
