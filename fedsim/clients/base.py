@@ -164,7 +164,7 @@ class Step:
 class Gradient(Protocol):
     """Gradients of ``n`` clients, each at its own point.
 
-    Like the tensors of a state, it can be sliced by client.
+    It can be sliced by client, as the tensors of a state are, but not indexed by a number.
     """
 
     def __getitem__(self, clients: slice) -> Gradient:
@@ -189,6 +189,20 @@ class Gradient(Protocol):
         """The gradients times ``factors [n]``."""
 
 
+def slice_of(clients: object) -> slice:
+    """The clients of whom a gradient is asked, which must be a slice.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if isinstance(clients, slice):
+        return clients
+    raise FedsimError(
+        f"a gradient is sliced by client, such as gradient[2:3], not indexed by {clients!r}."
+    )
+
+
 @dataclass(frozen=True)
 class Dense:
     """Gradients as a dense tensor ``[n, D]``."""
@@ -197,7 +211,7 @@ class Dense:
 
     def __getitem__(self, clients: slice) -> Dense:
         """The gradients of these clients."""
-        return Dense(self.values[clients])
+        return Dense(self.values[slice_of(clients)])
 
     def dense(self) -> Tensor:
         """A copy of the tensor."""

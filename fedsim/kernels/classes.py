@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
+from fedsim.kernels.arguments import address, sizes, whole
 from fedsim.kernels.building import declare, library
 from fedsim.lazy import Tensor, torch
 
@@ -49,17 +50,28 @@ class ClassBatches:
         Weight of each example's loss.
     counts : bool Tensor ``[S, B]``
         Whether an example counts; if not, its weight is 0, and so is its loss.
+
+    Raises
+    ------
+    FedsimError
+        If they are other arrays.
     """
 
     def __init__(self, targets: Tensor, weights: Tensor, counts: Tensor) -> None:
+        shape = sizes("targets", targets, 2)
+        sizes("weights", weights, 2)
         self._targets, self._weights = targets.contiguous(), weights.contiguous()
         self._counts = counts
-        self._least, self._largest = (int(bound) for bound in targets.aminmax())
         # For batches without a pass, numbers that give a loss of 0: log(1) - 0.
         self._sums, self._below = torch.ones_like(self._weights), torch.zeros_like(self._weights)
         self._buffers = self._targets, self._weights, self._sums, self._below
-        places = (buffer.data_ptr() for buffer in self._buffers)
-        self._batches = _Batches(*places, targets.shape[1])
+        dtypes = (torch.int64, *[torch.float32] * 3)
+        names = ("targets", "weights", "the sums of exponentials", "the targets' outputs")
+        places = map(address, names, self._buffers, [shape] * 4, dtypes)
+        self._batches = _Batches(*places, whole("the size of a batch", shape[1], 0))
+        self._least, self._largest = 0, -1
+        if targets.numel():
+            self._least, self._largest = (int(bound) for bound in targets.aminmax())
         self._address, self._compiled = ctypes.addressof(self._batches), _compiled()
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
@@ -73,10 +85,16 @@ class ClassBatches:
         Raises
         ------
         FedsimError
-            If a target is not a class of the outputs.
+            If a target is not a class of the outputs, or they are other arrays.
         """
-        shape = outputs.shape
-        count = shape[0] if len(shape) == 3 else 1
+        (batches, rows), is_block = self._targets.shape, len(outputs.shape) != 2
+        shape = sizes("outputs", outputs, 3 if is_block else 2)
+        count = shape[0] if is_block else 1
+        place = address(
+            "outputs", outputs, (*shape[:-2], rows, shape[-1]), torch.float32, gaps=is_block
+        )
+        whole("the number of classes", shape[-1], 1)
+        whole("the number of the first batch", first, 0, batches - count)
         if self._least < 0 or self._largest >= shape[-1]:
             bad_class = self._least if self._least < 0 else self._largest
             raise FedsimError(
@@ -86,8 +104,8 @@ class ClassBatches:
             return self._by_arrays(outputs.reshape(count, *shape[-2:]), first).view(shape)
         gradients = outputs.new_empty(shape)
         self._compiled.gradients(
-            self._address, first, count, shape[-1],
-            outputs.data_ptr(), outputs.stride(0), gradients.data_ptr(),
+            self._address, first, count, shape[-1], place, outputs.stride(0),
+            address("gradients", gradients, shape, torch.float32),
         )  # fmt: skip
         return gradients
 

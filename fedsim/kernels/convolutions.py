@@ -15,10 +15,15 @@ import functools
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.kernels.arguments import address, sizes, whole
 from fedsim.kernels.building import FUSED, declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
 NARROWEST, WIDEST = 4, 16  # float32 numbers in a register
+LINE = 64  # bytes of a cache line
 WORD = 64  # bits
 TOLERANCE = 1e-5
 """Largest difference from torch's gradient, relative to its norm, of a library that is used."""
@@ -48,11 +53,19 @@ class Patches:
     image : (int, int, int)
         H, W, C.
     kernel, stride : (int, int)
+        A kernel may not be larger than the image.
     """
 
     image: tuple[int, int, int]
     kernel: tuple[int, int]
     stride: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        for number in (*self.image, *self.kernel, *self.stride):
+            whole("a side of a convolution", number, 1)
+        whole("the number of patches of an image", self.places[0] * self.places[1], 1)
+        if self.kernel[0] > self.image[0] or self.kernel[1] > self.image[1]:
+            raise FedsimError(f"a kernel {self.kernel} is larger than its image {self.image}.")
 
     @property
     def length(self) -> int:
@@ -99,6 +112,12 @@ class Windows:
     stride: tuple[int, int]
     padding: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        for size, stride, pad in zip(self.size, self.stride, self.padding, strict=True):
+            whole("a side of a pooling window", size, 1)
+            whole("the stride of pooling windows", stride, 1)
+            whole("the padding of pooling", pad, 0, size // 2)  # each window has a place
+
     def count(self, places: tuple[int, int]) -> tuple[int, int]:
         """Number of windows over so many places, downwards and across."""
         sides = zip(places, self.size, self.stride, self.padding, strict=True)
@@ -123,7 +142,6 @@ def convolve_and_pool(
     weight : float32 Tensor ``[O, kernel height, kernel width * C]``
     bias : float32 Tensor ``[O]``, optional
     patches : Patches
-        Fewer than 2**31 per image.
     windows : Windows
     compiled : CDLL, optional
         A library to use instead of the default one.
@@ -131,24 +149,33 @@ def convolve_and_pool(
     Returns
     -------
     float32 and int64 Tensor ``[n, H', W', O]``
+
+    Raises
+    ------
+    FedsimError
+        If an argument is another array, here and in the functions below.
     """
+    n, outputs = sizes("images", x, 4)[0], sizes("weights", weight, 3)[0]
+    whole("the number of channels", outputs, 1)
     x, weight = x.contiguous(), weight.contiguous()
-    n, outputs = len(x), len(weight)
     channels = -(-outputs // WIDEST) * WIDEST
     down, across = windows.count(patches.places)
     scratch = (
-        torch.empty(patches.kernel[0] * patches.length, channels),
-        torch.empty(channels),
-        torch.empty(len(patches.pixels), channels),
+        torch.empty(patches.kernel[0] * patches.length, channels, dtype=torch.float32),
+        torch.empty(channels, dtype=torch.float32),
+        torch.empty(len(patches.pixels), channels, dtype=torch.float32),
     )
-    largest = torch.empty(n, down, across, outputs)
+    largest = torch.empty(n, down, across, outputs, dtype=torch.float32)
     winners = torch.empty(n, down, across, outputs, dtype=torch.int64)
+    whole("the number of windows", down, 1)
+    whole("the number of windows", across, 1)
     loaded(compiled or _compiled()).convolve_and_pool(
-        x.data_ptr(), n, x[0].numel(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        outputs, patches.offsets.data_ptr(), patches.kernel[0], patches.length, patches.step,
+        *_images(x, n, patches), _weights(weight, outputs, patches),
+        None if bias is None else address("biases", bias, (outputs,), torch.float32),
+        outputs, _offsets(patches), patches.kernel[0], patches.length, patches.step,
         patches.stride[1] * patches.image[2], *patches.places,
         *((_NUMBER * 2)(*pair) for pair in (windows.size, windows.stride, windows.padding)),
-        down, across, *(tensor.data_ptr() for tensor in (*scratch, largest, winners)),
+        down, across, *map(_made, (*scratch, largest, winners)),
     )  # fmt: skip
     return largest, winners
 
@@ -170,18 +197,18 @@ def weight_gradient(
     compiled
         As in `convolve_and_pool`.
     """
-    n, windows, outputs = delta.shape
+    n, windows, outputs = shape = sizes("gradients of windows' outputs", delta, 3)
     scratch = (
         *_registers(patches),
         torch.empty(outputs, n * windows, dtype=torch.int64),
-        torch.empty(outputs, n * windows),
+        torch.empty(outputs, n * windows, dtype=torch.float32),
         torch.empty(outputs, dtype=torch.int64),
     )
-    gradient = torch.empty(outputs, patches.kernel[0], patches.length)
+    gradient = torch.empty(outputs, patches.kernel[0], patches.length, dtype=torch.float32)
     loaded(compiled or _compiled()).weight_gradient(
-        x.data_ptr(), n, x[0].numel(), delta.data_ptr(), places.data_ptr(), windows, outputs,
-        patches.offsets.data_ptr(), patches.kernel[0], patches.length, patches.step,
-        *(tensor.data_ptr() for tensor in scratch), gradient.data_ptr(),
+        *_images(x, n, patches), *_winners(delta, places, shape, patches), windows, outputs,
+        _offsets(patches), patches.kernel[0], patches.length, patches.step,
+        *map(_made, (*scratch, gradient)),
     )  # fmt: skip
     return gradient
 
@@ -194,29 +221,67 @@ def input_gradient(
     compiled: ctypes.CDLL | None = None,
 ) -> Tensor:
     """Gradient of the images, ``[n, H, W, C]``; ``weight`` in the layout of `weight_gradient`."""
-    n, windows, outputs = delta.shape
+    n, windows, outputs = shape = sizes("gradients of windows' outputs", delta, 3)
     positions = len(patches.pixels)
     scratch = (
         *_registers(patches),
-        torch.empty(positions, outputs),
+        torch.empty(positions, outputs, dtype=torch.float32),
         torch.empty(positions, -(-outputs // WORD), dtype=torch.int64),
         torch.empty(outputs, dtype=torch.int64),
-        torch.empty(outputs),
+        torch.empty(outputs, dtype=torch.float32),
     )
-    images = torch.zeros(n, *patches.image)
+    images = torch.zeros(n, *patches.image, dtype=torch.float32)
     loaded(compiled or _compiled()).input_gradient(
-        weight.data_ptr(), delta.data_ptr(), places.data_ptr(), n, images[0].numel(), windows,
-        outputs, patches.offsets.data_ptr(), positions, patches.kernel[0], patches.length,
-        patches.step, *(tensor.data_ptr() for tensor in scratch), images.data_ptr(),
+        _weights(weight, outputs, patches), *_winners(delta, places, shape, patches), n,
+        _images(images, n, patches)[2], windows, outputs, _offsets(patches), positions,
+        patches.kernel[0], patches.length, patches.step, *map(_made, (*scratch, images)),
     )  # fmt: skip
     return images
+
+
+def _images(x: Tensor, n: int, patches: Patches) -> tuple[int, int, int]:
+    """Address of images, their number, and the numbers in each."""
+    height, width, channels = patches.image
+    place = address("images", x, (n, height, width, channels), torch.float32)
+    return place, n, height * width * channels
+
+
+def _weights(weight: Tensor, outputs: int, patches: Patches) -> int:
+    return address("weights", weight, (outputs, patches.kernel[0], patches.length), torch.float32)
+
+
+def _offsets(patches: Patches) -> int:
+    return address("offsets", patches.offsets, (len(patches.pixels),), torch.int64)
+
+
+def _winners(
+    delta: Tensor, places: Tensor, shape: tuple[int, ...], patches: Patches
+) -> tuple[int, int]:
+    """Addresses of windows' gradients and of their winners' positions."""
+    addresses = (
+        address("gradients of windows' outputs", delta, shape, torch.float32),
+        address("winners", places, shape, torch.int64),
+    )
+    if places.numel():
+        # Negative ones are very large as unsigned numbers, so that one pass finds both.
+        largest = int(places.numpy().view(np.uint64).max())
+        whole("the position of a winner", largest, 0, len(patches.pixels) - 1)
+    return addresses
+
+
+def _made(tensor: Tensor) -> int:
+    """Address of a tensor that was made for this call: torch puts those on cache lines."""
+    dtype = torch.float32 if tensor.is_floating_point() else torch.int64
+    return address("scratch", tensor, tensor.shape, dtype, alignment=LINE)
 
 
 def _registers(patches: Patches) -> tuple[Tensor, Tensor]:
     """Scratch for the offsets of a patch's registers, and for their sums, on a cache line."""
     narrow = -(-patches.length // NARROWEST)
     places = torch.empty(patches.kernel[0] * narrow, dtype=torch.int64)
-    return places, torch.empty(patches.kernel[0], -(-patches.length // WIDEST), WIDEST)
+    return places, torch.empty(
+        patches.kernel[0], -(-patches.length // WIDEST), WIDEST, dtype=torch.float32
+    )
 
 
 @functools.cache

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fedsim.errors import FedsimError
+from fedsim.kernels.arguments import address, sizes, whole
 from fedsim.kernels.building import FUSED, declare, library
 from fedsim.lazy import Tensor, torch
 
@@ -36,6 +38,28 @@ class DenseShape(NamedTuple):
     bias: int
     relu: bool
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Where the weight ends in a row, and where the bias does (-1: none)."""
+        bias_end = self.bias + self.outputs if self.bias >= 0 else -1
+        return self.weight + self.inputs * self.outputs, bias_end
+
+
+def _check(shapes: Sequence[DenseShape], batch: int) -> None:
+    """Raise FedsimError unless layers, one after another, are those of a chain."""
+    whole("the batch size", batch, 1)
+    whole("the number of layers", len(shapes), 1)
+    for k, shape in enumerate(shapes):
+        whole("a layer's number of inputs", shape.inputs, 1)
+        whole("a layer's number of outputs", shape.outputs, 1)
+        whole("a weight's offset", shape.weight, 0, 2**62)
+        whole("a bias's offset", shape.bias, -1, 2**62)
+        if k and shape.inputs != shapes[k - 1].outputs:
+            raise FedsimError(
+                f"a layer must take the {shapes[k - 1].outputs} outputs of the one before it, not "
+                f"{shape.inputs}."
+            )
+
 
 class _Layer(ctypes.Structure):
     _fields_ = [
@@ -57,12 +81,15 @@ class DenseKernel:
 
     A pass of ``n`` clients leaves its outputs and their gradients in ``buffers [n, size]``. Rows
     ``[n, D]`` and inputs ``[n, B, in]`` have the kernel's dtype and are contiguous for each client.
+    Anything else raises FedsimError.
     """
 
     def __init__(
         self, compiled: ctypes.CDLL, shapes: Sequence[DenseShape], batch: int, dtype: torch.dtype
     ) -> None:
+        _check(shapes, batch)
         self.shapes, self.batch, self.dtype, self._compiled = shapes, batch, dtype, compiled
+        self._width = max(end for shape in shapes for end in shape.ends)  # least length of a row
         # A client's buffer: outputs and deltas, layer by layer, then scratch for scaled deltas.
         self._layers, size, room = (_Layer * len(shapes))(), 0, 0
         for layer, shape in zip(self._layers, shapes, strict=True):
@@ -76,11 +103,11 @@ class DenseKernel:
 
     def forward(self, rows: Tensor, x: Tensor) -> Tensor:
         """Forward pass of ``x [n, B, in]`` at packed ``rows [n, D]``; new buffers ``[n, size]``."""
-        n = len(x)
+        n = sizes("inputs", x, 3)[0]
         buffers = torch.empty(n, self._size, dtype=self.dtype)
         self._compiled.forward(
-            self._address, n, rows.data_ptr(), rows.stride(0), x.data_ptr(), x.stride(0),
-            buffers.data_ptr(),
+            self._address, n, *self._rows("rows", rows, n), *self._inputs(x, n),
+            self._buffers(buffers, n),
         )  # fmt: skip
         return buffers
 
@@ -91,12 +118,16 @@ class DenseKernel:
 
         With ``with_inputs``, return the gradient of the inputs, ``[n, B, in]``.
         """
-        n, delta = len(buffers), delta.contiguous()
+        n = sizes("buffers", buffers, 2)[0]
         shape = n, self.batch, self.shapes[0].inputs
         inputs = torch.empty(shape, dtype=self.dtype) if with_inputs else None
+        above = n, self.batch, self.shapes[-1].outputs
+        sizes("the gradient of the outputs", delta, 3)
+        delta = delta.contiguous()
         self._compiled.backward(
-            self._address, n, rows.data_ptr(), rows.stride(0), buffers.data_ptr(),
-            delta.data_ptr(), None if inputs is None else inputs.data_ptr(),
+            self._address, n, *self._rows("rows", rows, n), self._buffers(buffers, n),
+            address("the gradient of the outputs", delta, above, self.dtype),
+            None if inputs is None else self._inputs(inputs, n)[0],
         )  # fmt: skip
         return inputs
 
@@ -105,22 +136,39 @@ class DenseKernel:
 
         ``new`` may be ``old``; only the layers' parameters are written.
         """
+        n = sizes("buffers", buffers, 2)[0]
         self._compiled.subtract(
-            self._address, len(buffers), rates.data_ptr(), old.data_ptr(), old.stride(0),
-            new.data_ptr(), new.stride(0), x.data_ptr(), x.stride(0), buffers.data_ptr(),
+            self._address, n, address("rates", rates, (n,), self.dtype),
+            *self._rows("rows", old, n), *self._rows("new rows", new, n), *self._inputs(x, n),
+            self._buffers(buffers, n),
         )  # fmt: skip
 
     def inner(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
         """Inner products ``[n]`` of the gradients of two passes, given as (inputs, buffers)."""
         (x, buffers), (other_x, other_buffers) = one, other
-        totals = torch.empty(len(x), dtype=self.dtype)
-        room = torch.empty(2, self.batch, self.batch, dtype=self.dtype)
+        n, square = sizes("inputs", x, 3)[0], (self.batch, self.batch)
+        totals = torch.empty(n, dtype=self.dtype)
+        room = torch.empty(2, *square, dtype=self.dtype)
         self._compiled.inner(
-            self._address, len(x), x.data_ptr(), x.stride(0), buffers.data_ptr(),
-            other_x.data_ptr(), other_x.stride(0), other_buffers.data_ptr(), totals.data_ptr(),
-            room[0].data_ptr(), room[1].data_ptr(),
+            self._address, n, *self._inputs(x, n), self._buffers(buffers, n),
+            *self._inputs(other_x, n), self._buffers(other_buffers, n),
+            address("totals", totals, (n,), self.dtype),
+            *(address("scratch", part, square, self.dtype) for part in room),
         )  # fmt: skip
         return totals
+
+    def _rows(self, name: str, rows: Tensor, n: int) -> tuple[int, int]:
+        """Address and stride of rows ``[n, D]``."""
+        shape = n, self._width
+        return address(name, rows, shape, self.dtype, gaps=True, wider=True), rows.stride(0)
+
+    def _inputs(self, x: Tensor, n: int) -> tuple[int, int]:
+        """Address and stride of inputs ``[n, B, in]``."""
+        shape = n, self.batch, self.shapes[0].inputs
+        return address("inputs", x, shape, self.dtype, gaps=True), x.stride(0)
+
+    def _buffers(self, buffers: Tensor, n: int) -> int:
+        return address("buffers", buffers, (n, self._size), self.dtype)
 
     def values(self, buffers: Tensor, layer: int) -> Tensor:
         """A layer's outputs ``[n, B, out]``."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.kernels.arguments import whole
 from fedsim.kernels.building import declare, library
 
 Array = npt.NDArray[np.float64]
@@ -40,7 +41,14 @@ def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> A
 
     All first terms are drawn, then all second ones, and so on. Compiled or not, the draws are
     numpy's.
+
+    Raises
+    ------
+    FedsimError
+        Unless ``count`` is at least 0, and ``terms`` at least 1.
     """
+    whole("the number of draws", count, 0, 2**62)
+    whole("the number of terms", terms, 1)
     philox = generator.bit_generator
     # A subclass of the generator may make other draws from the same bits.
     is_supported = type(generator) is np.random.Generator and count * terms >= MIN_DRAWS
@@ -64,7 +72,7 @@ def _compiled_sums(
         tuple(state["state"]["counter"].tolist()),
         tuple(state["state"]["key"].tolist()),
         tuple(state["buffer"].tolist()),
-        state["buffer_pos"],
+        whole("the generator's place in its buffer", int(state["buffer_pos"]), 0, 4),
     )
     draws = np.empty(count)
     compiled.normals(ctypes.byref(stream), count, terms, ctypes.c_void_p(draws.ctypes.data))

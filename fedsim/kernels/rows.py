@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 
+from fedsim.errors import FedsimError
+from fedsim.kernels.arguments import address, sizes
 from fedsim.kernels.building import declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
@@ -41,7 +43,7 @@ def by_halves(numbers: Tensor) -> Tensor:
 
 def is_supported(rows: Tensor) -> bool:
     """Whether the functions below take ``rows``: float32 or float64, on a CPU, each contiguous."""
-    if rows.is_cuda or rows.dim() != 2 or rows.stride(1) != 1:
+    if not rows.is_cpu or rows.dim() != 2 or rows.stride(1) != 1:
         return False
     return rows.dtype in (torch.float32, torch.float64) and _compiled() is not None
 
@@ -51,10 +53,14 @@ def squared_norms(rows: Tensor, compiled: ctypes.CDLL | None = None) -> Tensor:
 
     ``compiled``: a library to use instead of the default one.
     """
+    block = _block(rows)
     squares = torch.empty(len(rows), dtype=torch.float64)
     scratch = torch.empty(rows.shape[1] // TILE + 1, dtype=torch.float64)
     function = getattr(loaded(compiled or _compiled()), f"squares_{_type(rows)}")
-    function(*_block(rows), scratch.data_ptr(), squares.data_ptr())
+    function(
+        *block, address("scratch", scratch, scratch.shape, torch.float64),
+        address("squares", squares, squares.shape, torch.float64),
+    )  # fmt: skip
     return squares
 
 
@@ -72,15 +78,25 @@ def add_rounded(
     but the rows are float64 and contiguous. ``compiled`` as in `squared_norms`.
     """
     compiled = loaded(compiled or _compiled())
-    sums = (factors.data_ptr(), coarse.data_ptr())
+    block, size = _block(rows), rows.shape[1:]
+    sums = (
+        address("the rows' factors", factors, rows.shape[:1], torch.float64),
+        address("the sum of rows", coarse, size, torch.float64),
+    )
     if fine is None:
-        getattr(compiled, f"add_{_type(rows)}")(*_block(rows), *sums)
+        getattr(compiled, f"add_{_type(rows)}")(*block, *sums)
     else:
-        getattr(compiled, f"add_fine_{_type(rows)}")(*_block(rows), *sums, fine.data_ptr(), scale)
+        remainders = address("the sum of remainders", fine, size, torch.float64)
+        getattr(compiled, f"add_fine_{_type(rows)}")(*block, *sums, remainders, scale)
 
 
 def _block(rows: Tensor) -> tuple[int, int, int, int]:
-    return rows.data_ptr(), rows.stride(0), len(rows), rows.shape[1]
+    """Address, stride, number and size of rows ``[n, d]``."""
+    # The one argument whose shape and dtype are its own.
+    n, d = sizes("a block of rows", rows, 2)
+    if rows.dtype not in (torch.float32, torch.float64):
+        raise FedsimError(f"rows must be float32 or float64, not {rows.dtype}.")
+    return address("a block of rows", rows, (n, d), rows.dtype, gaps=True), rows.stride(0), n, d
 
 
 def _type(rows: Tensor) -> str:

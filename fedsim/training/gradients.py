@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsim.clients.base import Dense, Gradient
+from fedsim.clients.base import Dense, Gradient, slice_of
 from fedsim.rows.packing import Packing, aligned_empty, product
 
 WIDE = 16  # columns from which on libraries multiply as they do large matrices
@@ -75,7 +75,8 @@ class Parts:
 
     def __getitem__(self, clients: slice) -> Parts:
         """Gradients of these clients."""
-        return Parts({k: gradient[clients] for k, gradient in self.parts.items()}, self.packing)
+        some = slice_of(clients)
+        return Parts({k: gradient[some] for k, gradient in self.parts.items()}, self.packing)
 
     def dense(self) -> Tensor:
         """Packed rows ``[n, D]`` of the gradients."""
@@ -183,7 +184,8 @@ class Factored:
 
     def __getitem__(self, clients: slice) -> Factored:
         """Gradients of these clients."""
-        return Factored([factor[clients] for factor in self.factors], self.packing)
+        some = slice_of(clients)
+        return Factored([factor[some] for factor in self.factors], self.packing)
 
     def dense(self) -> Tensor:
         """Packed rows ``[n, D]`` of the gradients, multiplied out."""

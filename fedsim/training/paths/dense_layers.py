@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.base import Dense, Gradient
+from fedsim.clients.base import Dense, Gradient, slice_of
 from fedsim.kernels.dense import DenseKernel, DenseShape, dense_kernel
 from fedsim.rows.packing import LINE, Packing, aligned_empty, sigmoid_
 from fedsim.training.gradients import Factor, Factored, distance_between
@@ -211,7 +211,9 @@ class CompiledGradient:
 
     def __getitem__(self, clients: slice) -> CompiledGradient:
         """Gradients of these clients."""
-        return replace(self, x=self.x[clients], buffers=self.buffers[clients])
+        some = slice_of(clients)
+        # A slice with a step has gaps, which the kernel does not take in its buffers.
+        return replace(self, x=self.x[some], buffers=self.buffers[some].contiguous())
 
     @property
     def factors(self) -> Sequence[Factor]:
@@ -232,7 +234,7 @@ class CompiledGradient:
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """Subtract ``rate`` times the products of the factors, without forming a gradient."""
         into, rates = theta if out is None else out, rate.to(theta).expand(len(theta)).contiguous()
-        if theta.stride(1) == 1 and into.stride(1) == 1:
+        if theta.stride()[1:] == into.stride()[1:] == (1,):
             self.kernel.subtract(rates, theta, into, self.x, self.buffers)
             return
         # A user's algorithm may have rows with gaps, which the kernel does not take.
