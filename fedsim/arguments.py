@@ -1,7 +1,8 @@
 """Check values against type annotations, and say in words what an annotation allows.
 
 Public functions are decorated with `check_arguments`; the fields of dataclasses are checked by
-`fedsim.settings`, which reads configs by the same types.
+`fedsim.settings`, which reads configs by the same types. Public packages call `explain_calls`, so
+that an unknown or a missing argument of any public class is a sentence too.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from numbers import Integral, Real
-from types import SimpleNamespace, UnionType
+from types import FunctionType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from fedsim.errors import FedsimError
+from fedsim.synonyms import closest_argument
 
 F = TypeVar("F", bound=Callable[..., Any])
+K = TypeVar("K", bound=type)
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,11 @@ def resolved(annotation: Any, scope: Mapping[str, Any]) -> Any:
 def check_arguments(function: F) -> F:
     """Make a function or method refuse arguments whose types differ from its annotations.
 
-    Unknown keywords and missing arguments stay Python's own TypeError.
-
     Raises
     ------
     FedsimError
-        When the function is called; it shows the value and what is allowed.
+        When the function is called: it shows the value and what is allowed, or names an argument
+        that is unknown or missing.
     """
     signature = inspect.signature(function)
 
@@ -170,12 +172,100 @@ def check_arguments(function: F) -> F:
         try:
             arguments = signature.bind(*args, **keywords).arguments
         except TypeError:
-            arguments = {}  # the call below raises the TypeError, in the function's own name
+            raise _wrong_call(function, args, keywords) from None
         for name, value in arguments.items():
             require(name, value, of(name))
         return function(*args, **keywords)
 
     return typing.cast(F, checked)
+
+
+def explain_calls(package: str) -> None:
+    """Make the public classes of a package name an argument that is unknown or missing.
+
+    Parameters
+    ----------
+    package : str
+        Its name; its classes are those in its ``__all__``. The classes themselves are changed, so
+        that it does not matter from where they are imported.
+    """
+    module = sys.modules[package]
+    for name in module.__all__:
+        # Not `getattr`: what a package imports at first use is imported then.
+        if isinstance(kind := vars(module).get(name), type):
+            explain_call(kind)
+
+
+def explain_call(kind: K) -> K:
+    """Make one class of fedsim's name an argument of its ``__init__`` that is unknown or missing.
+
+    Calling the class with such an argument raises a `FedsimError` instead of a TypeError.
+    """
+    init = vars(kind).get("__init__")
+    if not isinstance(init, FunctionType) or hasattr(init, "__wrapped__"):
+        return kind  # inherited, Python's own, or explained already
+
+    @functools.wraps(init)
+    def explained(self: Any, /, *args: Any, **keywords: Any) -> None:
+        try:
+            init(self, *args, **keywords)
+        except TypeError as error:
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is None:  # the call itself failed, not the body
+                raise _wrong_call(init, (self, *args), keywords) from None
+            raise
+
+    kind.__init__ = explained  # type: ignore[misc]
+    return kind
+
+
+def unknown_argument(function: Callable[..., Any], name: str) -> FedsimError:
+    """The error for a keyword that a function or class does not take."""
+    called, named = _called(function), [p.name for p in _parameters(function)]
+    hint = closest_argument(name, named)
+    takes = ", ".join(named) or "no arguments"
+    return FedsimError(f"{called} has no argument {name!r};{hint} it takes {takes}.")
+
+
+def _wrong_call(
+    function: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> FedsimError:
+    """The error for a call whose arguments do not fit the function's parameters."""
+    parameters = inspect.signature(function).parameters
+    named = _parameters(function)
+    names = [p.name for p in named]
+    for name in keywords:
+        if name not in names:
+            return unknown_argument(function, name)
+    # A method's first argument is its object.
+    positions = args[1:] if next(iter(parameters), "") in _OWN else args
+    by_position = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
+    given = {*by_position[: len(positions)], *keywords}
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in given:
+            return FedsimError(
+                f"{_called(function)} needs the argument '{parameter.name}'; it takes "
+                f"{', '.join(names)}."
+            )
+    return FedsimError(
+        f"{_called(function)} takes {', '.join(by_position) or 'nothing'} by position, each once; "
+        f"name the arguments, as in {names[-1] if names else 'x'}=..."
+    )
+
+
+_OWN = ("self", "cls")
+
+
+def _called(function: Callable[..., Any]) -> str:
+    """What a user calls: a class by the name of its ``__init__``'s class."""
+    return function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Parameters that can be given by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.kind in by_name and p.name not in _OWN]
 
 
 def require(name: str, value: Any, allowed: Expected) -> None:
@@ -186,7 +276,10 @@ def require(name: str, value: Any, allowed: Expected) -> None:
     FedsimError
     """
     if not allowed.fits(value):
-        raise FedsimError(f"{name} is {shown(value)}; it must be {allowed.words}.")
+        words = allowed.words
+        if isinstance(value, type) and value.__module__ != "builtins":
+            words += f", such as {value.__name__}(...) makes"
+        raise FedsimError(f"{name} is {shown(value)}; it must be {words}.")
 
 
 def one_of(words: tuple[Any, ...]) -> str:
@@ -203,7 +296,7 @@ def shown(value: Any) -> str:
         return f"a whole number of {value.bit_length()} bits"
     if isinstance(value, date | time):  # TOML has them; a datetime is a date
         return str(value)
-    text = repr(value)
+    text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
     if "\n" in text:  # arrays, models
         return f"an object of {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:97]}..."

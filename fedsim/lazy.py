@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fedsim.arguments import explain_call
+
 
 class _LazyModule(ModuleType):
     """A module that is imported when one of its attributes is first used."""
@@ -58,6 +60,8 @@ def names_of(package: str, file: str) -> Callable[[str], Any]:
                 return importlib.import_module(f"{package}.{name}")
             raise AttributeError(f"module '{package}' has no attribute {name!r}")
         value = getattr(importlib.import_module(homes[name]), name)
+        if isinstance(value, type) and value.__module__.startswith("fedsim."):
+            explain_call(value)
         setattr(sys.modules[package], name, value)
         return value
 

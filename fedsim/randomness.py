@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
-from fedsim.arguments import expected, require
+from fedsim.arguments import expected, explain_call, require
 from fedsim.errors import FedsimError
 
 DrawLevel = Literal["run", "client", "example"]
@@ -114,6 +114,7 @@ class Stream:
         return self._generator
 
 
+@explain_call
 @dataclass(frozen=True)
 class Randomness:
     """Source of all random draws of a run.

@@ -121,6 +121,16 @@ def closest_key(table: str, key: str, keys: Sequence[str]) -> str:
     return f" did you mean {' or '.join(synonyms)}?" if synonyms else ""
 
 
+def closest_argument(name: str, names: Sequence[str]) -> str:
+    """A "did you mean" question for an unknown argument of a function; empty if none is close."""
+    by_key = {known.replace("_", "-"): known for known in names}
+    plain = name.lower().replace("_", "-")
+    keys = [key.partition(" ")[0].rpartition(".")[2] for key in KEYS.get(plain, ())]
+    close = [key for key in (plain, *keys) if key in by_key]
+    close = close or difflib.get_close_matches(plain, by_key, n=1)
+    return f" did you mean '{by_key[close[0]]}'?" if close else ""
+
+
 def closest(kind: str, name: str, known_names: Collection[str]) -> str:
     """Start of the sentence "It must be ...", after a suggestion for an unknown name of a kind."""
     plain = name.lower().replace("_", "-").strip()

@@ -16,6 +16,7 @@ from fedsim import clients as algorithms
 from fedsim import cohorts, engines, privacy, strategies, training
 from fedsim import mechanisms as bounds
 from fedsim import partitions as parts_of
+from fedsim.arguments import explain_call
 from fedsim.datasets import dataset_of
 from fedsim.errors import FedsimError
 from fedsim.privacy.plan import ReleasePlan
@@ -393,6 +394,42 @@ def test_a_wrong_argument_is_refused_in_a_sentence_that_names_it(
     assert len(sentence) < 600
 
 
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            "strategies.DPFedAvg(**given(noise_mutliplier=1.0))",
+            "DPFedAvg has no argument 'noise_mutliplier'; did you mean 'noise_multiplier'?",
+        ),
+        (
+            "bounds.Clipping(clipping_norm=1.0)",
+            "Clipping has no argument 'clipping_norm'; did you mean 'clip_norm'? it takes",
+        ),
+        (
+            "algorithms.SGD(learning_rate=0.1)",
+            "SGD has no argument 'learning_rate'; did you mean 'lr'?",
+        ),
+        ("engines.LocalGrid()", "LocalGrid needs the argument 'client"),
+        ("bounds.Clipping(1.0, 2.0)", "Clipping takes clip_norm by position, each once; name"),
+        ("bounds.Clipping(1.0, clip_norm=2.0)", "Clipping takes clip_norm by position, each once;"),
+        ("Randomness(sed=1)", "Randomness has no argument 'sed'; did you mean 'seed'?"),
+        ("privacy.epsilon(noise_multiplier=1.1)", "epsilon needs the argument 'cohort'"),
+        ("fedsim.load()", "load needs the argument 'path'"),
+        (
+            "strategies.DPFedAvg(**given(mechanism=bounds.Clipping))",
+            "mechanism is the class Clipping; it must be an object of fedsim.mechanisms.Mechanism "
+            "or None, such as Clipping(...) makes.",
+        ),
+    ],
+)
+def test_a_call_that_does_not_fit_is_one_sentence(
+    call: str, sentence: str, names: dict[str, Any]
+) -> None:
+    with pytest.raises(FedsimError) as refused:
+        eval(call, names)
+    assert str(refused.value).startswith(sentence)
+
+
 FACES = [
     "fedsim.adapters",
     "fedsim.audit",
@@ -416,6 +453,31 @@ VALUES = [
 STARTS_PROCESSES = {"RayGrid"}
 CALLED_EACH_STEP = {"call_with", "LazyArray"}
 """What trainers and grids call for each step and message, with what is theirs."""
+
+
+def test_an_error_in_the_body_of_a_constructor_stays_its_own() -> None:
+    def fails(self: object) -> None:
+        raise TypeError("of the body")
+
+    class Thing:
+        def __init__(self) -> None:
+            fails(self)
+
+    with pytest.raises(TypeError, match="of the body"):
+        explain_call(Thing)()
+
+
+@pytest.mark.parametrize("face", ["fedsim", *FACES])
+def test_every_public_name_says_which_argument_it_does_not_take(face: str) -> None:
+    package = importlib.import_module(face)
+    for name in sorted({*package.__all__} - CALLED_EACH_STEP):
+        function = getattr(package, name)
+        if not _is_tried(function) or "**" in str(inspect.signature(function)):
+            continue
+        if getattr(function, "_is_protocol", False) or function is fedsim.Callback:
+            continue  # nobody makes one
+        with pytest.raises(FedsimError, match="no_such_argument"):
+            function(no_such_argument=1)
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsim.arguments import shown
+from fedsim.arguments import check_arguments, shown
 from fedsim.errors import FedsimError
 from fedsim.registry import register
 from fedsim.rows.layout import Alternation
@@ -87,6 +87,7 @@ class NoAdapter(Adapter):
         return model
 
 
+@check_arguments
 def adapted(
     adapter: Adapter, model: nn.Module, seed: int, trainable: str = "", weights: str = ""
 ) -> nn.Module:

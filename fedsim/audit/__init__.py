@@ -10,6 +10,7 @@ code of others with its own attacks and the same statistics; `adapters` has read
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.audit.checks import Check, Finding
 from fedsim.audit.claim import Claim
 from fedsim.audit.clients import ALONE, OPPOSED, RARE, WORLDS, World
@@ -32,3 +33,5 @@ __all__ = [
     "World",
     "audit",
 ]
+
+explain_calls(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.clients.adadp_lr import AdadpLR
 from fedsim.clients.adam import Adam
 from fedsim.clients.base import (
@@ -42,3 +43,5 @@ __all__ = [
     "State",
     "Step",
 ]
+
+explain_calls(__name__)

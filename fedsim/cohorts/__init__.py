@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.privacy.laws import FixedSize as FixedCohort
 from fedsim.privacy.laws import Full as FullCohort
 from fedsim.privacy.laws import InclusionSampler
@@ -21,3 +22,5 @@ __all__ = [
     "PoissonCohort",
     "SeparatedCohort",
 ]
+
+explain_calls(__name__)

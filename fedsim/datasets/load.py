@@ -113,6 +113,7 @@ _WANTED = (
 )
 
 
+@check_arguments
 def dataset_of(data: object, *, protected: bool = False) -> Dataset:
     """Data set of an object that a user passes as ``data=``.
 

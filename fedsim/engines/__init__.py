@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.federation.arrays import LazyArray, array_record, tensors
 from fedsim.federation.engines.directory import ClientDirectory, client_ids
 from fedsim.federation.engines.local import LocalGrid
@@ -18,3 +19,5 @@ __all__ = [
     "client_ids",
     "tensors",
 ]
+
+explain_calls(__name__)

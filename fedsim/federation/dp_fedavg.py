@@ -34,7 +34,7 @@ from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.round_report import Failures, empty_sum
 from fedsim.federation.strategy_checks import (
     plan_of_keywords,
-    refuse_flowers_keywords,
+    refuse_keywords,
     refuse_shares,
     refuse_void_settings,
 )
@@ -157,7 +157,7 @@ evaluate_metrics_aggr_fn
         **flower_keywords: object,
     ) -> None:
         super().__init__()
-        refuse_flowers_keywords(flower_keywords)
+        refuse_keywords(DPFedAvg.__init__, flower_keywords)
         plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
         secure: SecureAggregation | None = None
         if isinstance(placement, SecureAggregation):

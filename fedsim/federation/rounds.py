@@ -186,6 +186,7 @@ class ResumableStrategy(Strategy):
             )
 
 
+@check_arguments
 def rounds_of(
     strategy: ResumableStrategy,
     grid: Grid,
@@ -251,6 +252,7 @@ def _has_stopped(strategy: ResumableStrategy) -> bool:
     return strategy.stopped is not None
 
 
+@check_arguments
 def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
     """``timeout``, or None where it would let one client of a private run exclude others.
 
@@ -270,6 +272,7 @@ def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
     return None
 
 
+@check_arguments
 def run_to_end(rounds: Rounds, grid: Grid, timeout: float | None) -> Result:
     """Send every message of ``rounds`` over ``grid``, and return the result."""
     try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from fedsim.arguments import shown
+from fedsim.arguments import shown, unknown_argument
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import RobustMean
@@ -42,22 +43,21 @@ _INSTEAD = {
 }
 
 
-def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
-    """Refuse keywords of Flower's strategies that have no meaning here, or another one.
+def refuse_keywords(strategy: Callable[..., Any], keywords: Mapping[str, object]) -> None:
+    """Refuse keywords that a strategy does not take.
 
     Raises
     ------
     FedsimError
-        For a keyword of Flower's strategies, with the one to use instead.
-    TypeError
-        For any other keyword, as Python itself raises.
+        For a keyword of Flower's strategies that has no meaning here, or another one, with the one
+        to use instead; for any other with the closest one, if there is one.
     """
     for name, value in keywords.items():
         if name in _INSTEAD:
             raise FedsimError(
                 f"{name} = {value!r} is not an argument of DPFedAvg; use {_INSTEAD[name]}."
             )
-        raise TypeError(f"DPFedAvg.__init__() got an unexpected keyword argument '{name}'")
+        raise unknown_argument(strategy, name)
 
 
 def plan_of_keywords(

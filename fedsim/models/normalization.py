@@ -121,6 +121,7 @@ class LocalBatchNorm(nn.Module):
         )
 
 
+@check_arguments
 def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
     """Replace each BatchNorm whose trained parameters are all personal by a `LocalBatchNorm`.
 

@@ -5,6 +5,7 @@ of positions for each client, disjoint and together all of them, as a function o
 columns and its ``seed`` alone.
 """
 
+from fedsim.arguments import explain_calls
 from fedsim.partitions.base import Columns, Examples, Indices, Partition, hold_out, subsample
 from fedsim.partitions.by_owner import ByOwner
 from fedsim.partitions.published import (
@@ -31,3 +32,5 @@ __all__ = [
     "parse_groups",
     "subsample",
 ]
+
+explain_calls(__name__)

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.partitions.base import (
     Examples,
@@ -227,6 +228,7 @@ def write_groups(groups: Groups) -> str:
     return ";".join(",".join(map(str, classes)) for classes in groups)
 
 
+@check_arguments
 def parse_groups(text: str | Sequence[Sequence[int]]) -> Groups:
     """Parse groups of classes from a string or lists: ``"1,9;0,8"`` is ``((1, 9), (0, 8))``.
 

@@ -12,6 +12,7 @@ noise is in `noise`, from `noise.base` on.
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import (
     Answer,
@@ -63,3 +64,5 @@ __all__ = [
     "tradeoff",
     "worst_client",
 ]
+
+explain_calls(__name__)

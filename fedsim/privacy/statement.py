@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from fedsim.arguments import check_arguments
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
 from fedsim.privacy.claims import FIXED, Extrapolation, Stopping, costliest
@@ -387,6 +388,7 @@ class Statement:
         return {name: json_value(value) for name, value in data.items()}
 
 
+@check_arguments
 def claimed(server: Statement | None, examples: Statement | None) -> list[Statement]:
     """The statements to show of a run, given those of its server's ledger and of its clients'.
 

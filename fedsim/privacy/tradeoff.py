@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_ndtr, ndtr, ndtri
 
+from fedsim.arguments import check_arguments
 from fedsim.privacy.accountant import SMALLEST_PLD_DELTA, Accountant
 from fedsim.privacy.events import Event
 from fedsim.privacy.losses import Array, bisected
@@ -124,6 +125,7 @@ class TradeOff:
         )
 
 
+@check_arguments
 def tradeoff(events: Iterable[Event] | Accountant) -> TradeOff:
     """Trade-off curve of a composition of events; 0 everywhere if one has no guarantee.
 

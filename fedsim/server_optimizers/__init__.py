@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.server_optimizers.base import ServerOptimizer
 from fedsim.server_optimizers.published import (
     FedAdagrad,
@@ -35,3 +36,5 @@ __all__ = [
     "ServerRMSProp",
     "ServerSGD",
 ]
+
+explain_calls(__name__)

@@ -1,5 +1,6 @@
 """Strategies: DP-FedAvg, for fedsim's engines and for any Flower app; and robust means."""
 
+from fedsim.arguments import explain_calls
 from fedsim.federation.aggregation.robust import Krum, Median, RobustMean, TrimmedMean
 from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, PrivateMetrics
@@ -35,3 +36,5 @@ __all__ = [
     "run_to_end",
     "sgd",
 ]
+
+explain_calls(__name__)

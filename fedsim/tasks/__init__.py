@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.tasks.losses import (
     IGNORED,
     AbsoluteError,
@@ -52,3 +53,5 @@ __all__ = [
     "loss_of",
     "metric_of",
 ]
+
+explain_calls(__name__)

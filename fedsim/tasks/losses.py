@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeAlias
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
@@ -235,6 +236,7 @@ class QuantileError(NumberLoss):
         return torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)
 
 
+@check_arguments
 def loss_of(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> Loss:
     """Make a loss from a class or from a function of outputs and targets.
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
@@ -228,6 +229,7 @@ def by_label(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return like_targets(outputs, targets).reshape(columns), targets.reshape(columns)
 
 
+@check_arguments
 def metric_of(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:
     """Make a metric from a subclass of `Metric`, or as the mean of a function over examples.
 

@@ -11,8 +11,11 @@ made-up examples in `probe`, and checked for side effects in `side_effects`. The
 
 from __future__ import annotations
 
+from fedsim.arguments import explain_calls
 from fedsim.training.data import ClientData
 from fedsim.training.example_privacy import ExamplePrivacy, example_epsilon, example_events
 from fedsim.training.trainer import Trainer
 
 __all__ = ["ClientData", "ExamplePrivacy", "Trainer", "example_epsilon", "example_events"]
+
+explain_calls(__name__)
