@@ -14,10 +14,11 @@ from flwr.app import ConfigRecord
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, with_added_noise
+from fedsim.config.plan import entropy, uncalibrated_plan
 from fedsim.config.release_keys import modules_named, path_keys, text_options
 from fedsim.deploy.party_files import Names, read_table
 from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import is_shipped
 from fedsim.privacy.noise import share_multiplier
 from fedsim.settings import Ge, Gt, Lt, NotAllowedError, Text
 
@@ -34,7 +35,6 @@ _Floor = Annotated[float, Ge(0)]
 NODE = "FEDSIM_NODE"
 """Environment variable with the path of the node's ``node.toml``, for its app."""
 
-_WITH_CLIP_NORM = ("clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound")
 _ROUNDS = "rounds-joined"
 
 
@@ -59,8 +59,12 @@ class Policy:
     files : tuple of str
         Directories from which a run may name files (``data.dir``, ``model.weights``,
         ``adapter.weights``, ``client.work``).
-    least_noise_multiplier, largest_clip_norm : float
-        Limits for the release of updates, wherever its noise is added.
+    least_noise_multiplier : float
+        Minimum noise multiplier of the release of updates, wherever its noise is added. Rounds
+        whose noise is correlated are one Gaussian together: their multiplier is that of the fresh
+        draws over the sensitivity, which the node computes itself.
+    largest_clip_norm : float
+        Largest norm that an update may have in the sum, in any round.
     least_share_noise_multiplier : float
         Minimum standard deviation, in units of the bound, of the noise that this node adds to its
         share. In an honest run of K clients with noise multiplier z it is at least ``z / sqrt(K)``.
@@ -198,22 +202,14 @@ class Policy:
             With the setting that is outside, and the limit.
         """
         self._check_code_and_files(config)
-        bound = config.mechanism
-        # Where the mechanism gives no guarantee, its noise does not protect and counts as 0.
-        multiplier = (with_added_noise(config).noise.multiplier or 0.0) if config.private else 0.0
-        clip_norm = bound.clip_norm if bound.name in _WITH_CLIP_NORM else math.inf
         private_examples = config.client.private
         example_multiplier = (config.client.noise.multiplier or 0.0) if private_examples else 0.0
-        _require_at_least("noise.multiplier", multiplier, self.least_noise_multiplier)
+        self._check_noise(config)
         _require_at_least(
             "client.noise.multiplier", example_multiplier, self.least_example_noise_multiplier
         )
         _require_at_least("partition.clients", config.partition.clients, self.least_population)
-        if clip_norm > self.largest_clip_norm:
-            raise _refusal(
-                f"mechanism.clip-norm is {clip_norm:g}; here it may be at most "
-                f"{self.largest_clip_norm:g}"
-            )
+        self._check_norm(config)
         if self.largest_epsilon < math.inf and not example_multiplier:
             raise _refusal(
                 "client.noise.multiplier is 0; here largest-epsilon is set, which only noise on "
@@ -221,6 +217,50 @@ class Policy:
             )
         self._check_entropy(config)
         self._check_metrics(config)
+
+    def _check_noise(self, config: RunConfig) -> None:
+        """Refuse less noise on the release of updates than the policy's minimum."""
+        least = self.least_noise_multiplier
+        if not least:
+            return
+        if not config.private:  # noise does not protect where the mechanism gives no guarantee
+            raise _below("noise.multiplier", 0.0, least)
+        plan = uncalibrated_plan(config, config.mechanism.make())
+        key, multiplier = "noise.multiplier", plan.noise.multiplier
+        parts: dict[str, object] = {"noise.name": plan.noise}
+        if plan.noise.correlated:
+            # All rounds that a client can be in are one Gaussian, whose sensitivity follows from
+            # the noise's coefficients and the cohort: computed here, from the run's settings.
+            parts["cohort.name"] = plan.sampler
+        for name, part in parts.items():
+            if not is_shipped(part):
+                raise _refusal(
+                    f"{name} names code of the run's own, {type(part).__name__}, whose guarantee a "
+                    "node cannot compute; here least-noise-multiplier is set"
+                )
+        if plan.noise.correlated:
+            key = f"{key} = {multiplier:g}, over the sensitivity of {config.noise.name} noise,"
+            multiplier /= plan.law.sensitivity
+        _require_at_least(key, multiplier, least)
+
+    def _check_norm(self, config: RunConfig) -> None:
+        """Refuse a bound on updates above the policy's limit."""
+        limit = self.largest_clip_norm
+        if limit == math.inf:
+            return
+        from fedsim.runs.factories import mechanism  # needs torch
+
+        norm = mechanism(config.mechanism).largest_norm
+        if norm == math.inf:
+            raise _refusal(
+                f"mechanism.name is {config.mechanism.name!r}, which as set does not bound updates "
+                f"by a fixed norm; here they may have at most {limit:g}"
+            )
+        if norm > limit:
+            raise _refusal(
+                f"mechanism.name is {config.mechanism.name!r}, which bounds updates by {norm:g}; "
+                f"here they may have at most {limit:g}"
+            )
 
     def _check_metrics(self, config: RunConfig) -> None:
         """Refuse a run that needs metrics of this client's data, if the node sends none."""
@@ -392,4 +432,8 @@ def _refusal(reason: str) -> FedsimError:
 
 def _require_at_least(key: str, value: float, limit: float) -> None:
     if not value >= limit:
-        raise _refusal(f"{key} is {value:g}; here it must be at least {limit:g}")
+        raise _below(key, value, limit)
+
+
+def _below(key: str, value: float, limit: float) -> FedsimError:
+    return _refusal(f"{key} is {value:g}; here it must be at least {limit:g}")

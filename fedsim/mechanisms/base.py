@@ -206,6 +206,20 @@ class Mechanism(ABC):
         radii = (s.bound.radius(s.ready(state), s.layout.d) for s in self.cover(layout))
         return math.hypot(*map(float, radii))
 
+    @property
+    def largest_norm(self) -> float:
+        """Largest L2 norm of a bounded row, in any round and for any model.
+
+        Infinite if rows are not bounded, if the bound has a state and so may change from round to
+        round, or if it depends on the model (its size, or its number of layers).
+        """
+        norms = set()
+        for layers in (1, 2):
+            layout = Layout.of({f"{k}.weight": torch.zeros(layers) for k in range(layers)})
+            state = self.init(layout)
+            norms.add(math.inf if state else self.sensitivity(state, layout))
+        return norms.pop() if len(norms) == 1 else math.inf
+
     @check_arguments
     def bound(
         self, block: Tensor, state: State | None = None, layout: Layout | None = None

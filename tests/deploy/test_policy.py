@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import fields
+import math
+from dataclasses import dataclass, fields
 from itertools import product
 from unittest.mock import MagicMock
 
@@ -12,14 +13,19 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from slow_cases import slow_but
 
+from fedsim import registry
 from fedsim.apps import client_app
 from fedsim.apps import node as module
 from fedsim.config import RunConfig
+from fedsim.config.plan import uncalibrated_plan
 from fedsim.deploy.policy import NODE, Policy
 from fedsim.deploy.services import Node
 from fedsim.errors import FedsimError
 from fedsim.federation.flower_internals import BUDGET_SPENT, ensure_identity
+from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.privacy import Ledger
+from fedsim.privacy.laws import Full, Participation
+from fedsim.privacy.noise.lambda_cgd import LambdaCGD
 from fedsim.runs.devices import read_work
 
 PRIVATE = {
@@ -55,11 +61,15 @@ ONE_FAULT = {
         {"noise": {"target-epsilon": 8.0}},
         "noise.multiplier is 0",
     ),
-    "a larger bound": ("largest-clip-norm = 0.5", {}, "mechanism.clip-norm is 1; .* at most 0.5"),
+    "a larger bound": (
+        "largest-clip-norm = 0.5",
+        {},
+        "mechanism.name is .clipping., which bounds updates by 1; .* at most 0.5",
+    ),
     "a bound that is not fixed": (
         "largest-clip-norm = 5.0",
         {"mechanism": {"name": "quantile-clipping"}},
-        "mechanism.clip-norm is inf",
+        "mechanism.name is .quantile-clipping., which as set does not bound",
     ),
     "no noise on examples": (
         "least-example-noise-multiplier = 1.0",
@@ -87,6 +97,159 @@ ONE_FAULT = {
 def test_a_run_outside_the_policy_is_refused_by_name_and_limit(tmp_path, policy, tables, why):
     with pytest.raises(FedsimError, match=f"this node's policy refuses the run: {why}"):
         Policy.load(node(tmp_path, policy)).check(config(**tables))
+
+
+ROUNDS, FLOOR = 8, 1.0
+NOISES: dict[str, list[dict[str, object]]] = {
+    "banded": [{}, {"bands": 1}, {"bands": 3}, {"coefficients": "1 1"}],
+    "blt": [{}, {"coefficients": "0.9 0.9"}, {"coefficients": "1 1"}],
+    "lambda-cgd": [{}, {"coefficients": "1.0"}, {"coefficients": "0.0"}],
+}
+COHORTS: dict[str, list[dict[str, object]]] = {
+    "cyclic": [{"groups": 4}, {"groups": 4, "rate": 0.5}],
+    "separated": [{"separation": 4}, {"separation": 3, "max-participations": 2}],
+    "allocation": [{"participations": 2}, {"participations": 4, "blocks": True}],
+    "fixed": [{"size": 10}],
+}
+
+
+def combined_sensitivity(plan) -> float:
+    """By all patterns of a client's rounds: the most that it moves C X, for rows of norm 1."""
+    participation = plan.sampler.participation(ROUNDS)
+    products = np.abs(plan.noise.matrix(ROUNDS).T @ plan.noise.matrix(ROUNDS))
+    if plan.amplified:  # each round is a sampled Gaussian of its own
+        return math.sqrt(products.diagonal().max())
+    squares = [0.0]
+    for inside in product((0, 1), repeat=ROUNDS):
+        (chosen,) = np.nonzero(inside)
+        apart = len(chosen) < 2 or np.diff(chosen).min() >= participation.separation
+        if apart and len(chosen) <= participation.participations:
+            squares.append(products[np.ix_(chosen, chosen)].sum())
+    return math.sqrt(max(squares))
+
+
+@pytest.mark.parametrize("noise", registry.names("noise"))
+def test_no_noise_of_a_servers_gets_round_the_least_multiplier(tmp_path, noise):
+    policy = Policy.load(node(tmp_path, f"least-noise-multiplier = {FLOOR}"))
+    admitted, refused = 0, 0
+    cohorts = [(name, o) for name in registry.names("cohort") for o in COHORTS.get(name, [{}])]
+    walked = product(NOISES.get(noise, [{}]), cohorts, (0.9, 1.0, 3.0, 30.0))
+    for options, (cohort, of_cohort), multiplier in walked:
+        tables = {
+            "rounds": ROUNDS,
+            "noise": {"name": noise, "multiplier": multiplier, **options},
+            "cohort": {"name": cohort, **of_cohort},
+        }
+        try:
+            run = config(**tables)
+            plan = uncalibrated_plan(run, run.mechanism.make())
+        except FedsimError:
+            continue  # nobody can run it
+        exact = plan.noise.multiplier
+        exact /= combined_sensitivity(plan) if plan.noise.correlated else 1
+        try:
+            policy.check(run)
+        except FedsimError:
+            refused += 1
+            assert exact < 1.05 * FLOOR, tables
+        else:
+            admitted += 1
+            assert exact >= FLOOR * (1 - 1e-9), tables
+    assert admitted
+    assert refused
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"noise": {"name": "blt", "multiplier": 1.0, "coefficients": "1 1"}},
+        {"noise": {"name": "lambda-cgd", "multiplier": 1.0, "coefficients": "1.0"}},
+    ],
+)
+def test_fifty_rounds_of_cancelling_noise_are_not_fifty_rounds_of_noise(tmp_path, tables):
+    with pytest.raises(
+        FedsimError, match=r"over the sensitivity of .* noise, is 0\.\d+; .* least 1"
+    ):
+        Policy.load(node(tmp_path, "least-noise-multiplier = 1.0")).check(
+            config(rounds=50, cohort={"name": "full"}, **tables)
+        )
+
+
+class OwnNoise(LambdaCGD):
+    """Noise of a run's own, which says of itself that it protects."""
+
+    def sensitivity(self, participation):
+        return 1e-6
+
+
+class OwnCohort(Full):
+    """A cohort of a run's own, which says that a client is in one round."""
+
+    def participation(self, rounds):
+        return Participation(rounds, most=1)
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"noise": {"name": f"{__name__}:OwnNoise", "multiplier": 5.0}}, "noise.name"),
+        (
+            {
+                "noise": {"name": "lambda-cgd", "multiplier": 5.0},
+                "cohort": {"name": f"{__name__}:OwnCohort"},
+            },
+            "cohort.name",
+        ),
+    ],
+)
+def test_what_a_runs_own_code_says_of_its_noise_is_not_believed(tmp_path, tables, key):
+    policy = Policy.load(node(tmp_path, f'least-noise-multiplier = 1.0\nmodules = ["{__name__}"]'))
+    with pytest.raises(FedsimError, match=f"{key} names code of the run's own, Own"):
+        policy.check(config(**tables))
+
+
+@dataclass(frozen=True)
+class Halving(ScalingBound):
+    """A bound of a run's own, at half of a number."""
+
+    twice: float = 1.0
+
+    def scales(self, norms, ready, unit):
+        return clip_factor(norms, self.twice / 2, unit)
+
+    def radius(self, ready, d):
+        return self.twice / 2
+
+
+NORMS = {
+    "its own": ({"name": f"{__name__}:Halving"}, 0.5),
+    "its own, longer": ({"name": f"{__name__}:Halving", "options": {"twice": 2.2}}, 1.1),
+    "clipping": ({"name": "clipping", "clip-norm": 1.0}, 1.0),
+    "normalization": ({"name": "normalization", "clip-norm": 2.0}, 2.0),
+    "norm-bound": ({"name": "norm-bound", "clip-norm": 0.1}, 0.1),
+    "each layer": ({"name": "clipping", "clip-norm": 0.1, "per-layer": True}, math.inf),
+    "each coordinate": ({"name": "coordinate-clipping", "clip-value": 1e-6}, math.inf),
+    "adapting": ({"name": "quantile-clipping"}, math.inf),
+    "whitened": ({"name": "adaclip", "clip-norm": 0.1}, math.inf),
+    "of raw rows": ({"name": "adaptive-noise", "clip-norm": 0.1}, math.inf),
+    "beside a number": (
+        {"name": "clipping", "clip-norm": 1.0, "private-scalar": "loss"}, 1.0,
+    ),
+    "none": ({"name": "none"}, math.inf),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mechanism", "norm"), NORMS.values(), ids=NORMS.keys())
+def test_the_bound_itself_says_how_long_an_update_may_be(tmp_path, mechanism, norm):
+    limits = f'largest-clip-norm = 1.0\nevaluation = true\nmodules = ["{__name__}"]'
+    policy = Policy.load(node(tmp_path, limits))
+    run = config(mechanism=mechanism, **({"noise": {}} if mechanism["name"] == "none" else {}))
+    if norm <= 1.0:
+        policy.check(run)
+        return
+    words = f"bounds updates by {norm:g}" if norm < math.inf else "does not bound updates by a"
+    with pytest.raises(FedsimError, match=f"mechanism.name is '{mechanism['name']}', .*{words}"):
+        policy.check(run)
 
 
 def test_a_run_within_the_policy_is_let_in(tmp_path):
