@@ -233,17 +233,20 @@ class MemoryStore(StateStore):
         # A column has at least one row: `load` takes any of them for clients without state.
         if not state or not len(client_ids):
             return
-        new_ids = client_ids[self._row_of[client_ids] == ABSENT]
+        own_rows = self._row_of[client_ids]
+        is_new = own_rows == ABSENT
         # All columns grow before any is written to: an allocation that fails changes nothing.
-        count = len(new_ids)
+        count = int(is_new.sum())
         self._columns |= {name: self._column(name, rows, count) for name, rows in state.items()}
-        self._row_of[new_ids] = np.arange(self._row_count, self._row_count + count)
+        own_rows[is_new] = np.arange(self._row_count, self._row_count + count)
+        # Counted before they are given away: if this is interrupted, no two clients share a row.
         self._row_count += count
-        index = torch.from_numpy(self._row_of[client_ids])
+        index = torch.from_numpy(own_rows)
         for name, rows in state.items():
             # A checkpoint and other processes give rows on the CPU, a GPU's training on the GPU.
             column = self._columns[name]
             column[index.to(column.device)] = rows.to(column.device)
+        self._row_of[client_ids] = own_rows
 
     def _column(self, name: str, rows: Tensor, new_clients: int) -> Tensor:
         """The entry's column, grown where needed to hold ``new_clients`` further clients."""
@@ -251,7 +254,9 @@ class MemoryStore(StateStore):
         min_rows = self._row_count + new_clients
         if min_rows <= len(column):
             return column
-        larger = column.new_zeros(min(2 * min_rows, len(self._row_of)), *column.shape[1:])
+        # More than the population only if a call that was interrupted had counted rows.
+        count = max(min_rows, min(2 * min_rows, len(self._row_of)))
+        larger = column.new_zeros(count, *column.shape[1:])
         larger[: len(column)] = column
         return larger
 

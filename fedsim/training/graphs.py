@@ -81,6 +81,15 @@ class StepGraphs:
 
     def __call__(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
         """As `Stepper.eager`; the new state is in buffers that the next block overwrites."""
+        try:
+            return self._replayed(state, index, weight, step)
+        except BaseException:
+            # Buffers or clocks may hold a part of this step: nothing of it may be replayed.
+            self.graphs.clear()
+            self._buffers.clear()
+            raise
+
+    def _replayed(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
         n, rows = len(index), -(-len(index) // self.block_size) * self.block_size
         if rows > self._rows:
             # Graphs know their buffers by address: with larger buffers all must be captured again.

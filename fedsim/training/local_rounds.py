@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.clients.base import PERSONAL_MASK
 from fedsim.errors import FedsimError
@@ -105,7 +105,7 @@ class LocalRounds:
                 Releaser([plan], stepper.packing.layout, exact=False)
             self.releases = ExampleReleases(self.privacy, trained, stepper, work, method)
         # Here for all modules: to visit them for each block would take longer than a small step.
-        trained.model.train()
+        set_training(trained.model)
 
     @property
     def reports_loss(self) -> bool:
@@ -203,7 +203,7 @@ class LocalRounds:
         if self.stepper.algorithm.parts:  # it treats the personal parameters differently
             named[PERSONAL_MASK] = self.client_state.personal.mask.expand(n, -1)
         if not self.trained.model.training:
-            self.trained.model.train()
+            set_training(self.trained.model)
         metrics = self._metrics(clients)
         if not metrics["num-examples"].any():
             sent = {k: torch.zeros_like(named[k]) for k in self.stepper.algorithm.sends}
@@ -321,6 +321,15 @@ class LocalRounds:
         # Relative to the update as the server sees it: adding the parameters has rounded it.
         left_out = target - (rows - vectors)
         return replace(end, theta=shared.pack(rows), carried={**end.carried, LEFT_OUT: left_out})
+
+
+def set_training(model: nn.Module) -> None:
+    """Set training mode in all of a model's modules, or, if that is interrupted, not in itself."""
+    try:
+        model.train()
+    except BaseException:
+        model.training = False  # so that it is done again: the model's own mode is looked at
+        raise
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class OwnState:
         self._modules = [module for m in models for module in m.modules()]
         self.stateless = all(_never_changes(owner) for _, owner in self._owners)
         self._fixed = {} if self.stateless else _fixed(model, loss, trained)
+        self._may_have_changed = False
         self._snapshot()
 
     def _snapshot(self) -> None:
@@ -98,11 +99,15 @@ class OwnState:
         if self.stateless:
             yield
             return
+        if self._may_have_changed:  # the last restoration was itself interrupted
+            self._restore()
         self._snapshot()  # every time: an attribute (the round, say) may have been set since
+        self._may_have_changed = True
         try:
             yield
         finally:
             self._restore()
+            self._may_have_changed = False
 
     @property
     def changed(self) -> list[str]:

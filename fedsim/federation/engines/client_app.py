@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import numpy as np
@@ -30,7 +31,7 @@ from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_i
 from fedsim.mechanisms import Mechanism
 from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, RUN, Ids
 from fedsim.training import Trainer
-from fedsim.training.local_rounds import LocalResult
+from fedsim.training.local_rounds import LocalResult, LocalRounds
 
 AGGREGATED_METRICS = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE)
 """Prefixes of the metrics that a server needs to aggregate an update; others are for display."""
@@ -235,6 +236,9 @@ class TimeIsUp(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise `TimeIsUp` in the enclosed code once it has taken ``seconds``.
 
+    Where a context is being entered or left, or a client's state is being stored, this ends first,
+    within a second: what it restores (parameters, random generators) is for the next client.
+
     Works in the main thread of a POSIX process, where Flower's runtimes run clients; elsewhere no
     limit is set. It interrupts Python code, sleeping and waiting, but not a call into C that never
     returns. A timer that is running already, such as a node's own for its tasks, continues: if it
@@ -249,7 +253,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         is_foreign = handler is None or (handler != signal.SIG_DFL and not outer_seconds)
         if is_foreign or 0 < outer_seconds <= seconds:
             raise ValueError("SIGALRM is in use")
-        signal.signal(signal.SIGALRM, _raise)
+        signal.signal(signal.SIGALRM, partial(_raise, start + seconds + GRACE))
     except (ValueError, AttributeError):  # not the main thread; no such signal
         yield
         return
@@ -257,6 +261,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # or `_raise` could set the timer once more
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if outer_seconds:
@@ -264,5 +269,25 @@ def time_limit(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(remaining, 1e-6), outer_interval)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+GRACE, GRACE_STEP = 1.0, 0.002
+"""Seconds that what must not be interrupted has to end, and between looks at whether it has."""
+
+
+def _raise(latest: float, number: int, frame: FrameType | None) -> None:
+    if time.monotonic() < latest and any(map(_is_whole, _frames(frame))):
+        signal.setitimer(signal.ITIMER_REAL, GRACE_STEP)
+        return
     raise TimeIsUp
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and all that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_whole(frame: FrameType) -> bool:
+    """Whether what the frame does must not be left half done."""
+    code = frame.f_code
+    return code.co_name in ("__enter__", "__exit__") or code is LocalRounds.finish.__code__

@@ -16,8 +16,7 @@ import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -193,30 +192,34 @@ class Unrolled(GradientMethod):
     Opacus's layers are not merely assumed to compute what torch's do.
     """
 
+    _unused_copies: list[nn.Module] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
     name = "unrolled"
     evidence = BY_STRUCTURE
 
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
-        copied = self._copy
+        # Returned only after a pass that ended: of one that did not, Opacus's hooks keep inputs
+        # and gradients, which they would take for the next client's.
+        copied = self._unused_copies.pop() if self._unused_copies else self._copied_model()
         parameters: dict[str, Any] = dict(copied.named_parameters())
         for name, value in self.packing.named(theta).items():
             parameters[name].data.copy_(value)
-        self._follow_mode()
-        try:
-            # A hook warns that the inputs need no gradients.
-            with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                losses = self.loss(copied(x), y)
-                losses.sum().backward()  # type: ignore[no-untyped-call]
-            rows = [_rows(parameters[entry.name], len(x)) for entry in self.packing.layout.entries]
-        finally:
-            for parameter in parameters.values():
-                parameter.grad, parameter.grad_sample = None, None
+        self._follow_mode(copied)
+        # A hook warns that the inputs need no gradients.
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            losses = self.loss(copied(x), y)
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+        rows = [_rows(parameters[entry.name], len(x)) for entry in self.packing.layout.entries]
+        for parameter in parameters.values():
+            parameter.grad, parameter.grad_sample = None, None
+        self._unused_copies.append(copied)
         return DenseRows(torch.cat(rows, dim=1)[None]), losses.detach()
 
-    @cached_property
-    def _copy(self) -> nn.Module:
+    def _copied_model(self) -> nn.Module:
         """A copy of the model with Opacus's recurrent layers, and with its hooks on all layers.
 
         Raises
@@ -243,10 +246,10 @@ class Unrolled(GradientMethod):
                 raise RuntimeError(f"Opacus has no rule for {type(module).__name__}")
         return copied
 
-    def _follow_mode(self) -> None:
+    def _follow_mode(self, copied: nn.Module) -> None:
         """Set the model's mode; layers with parameters stay in training, for Opacus's hooks."""
-        self._copy.train(self.model.training)
-        for module in self._copy.modules():
+        copied.train(self.model.training)
+        for module in copied.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.training = True
 

@@ -20,8 +20,10 @@ is a sum of two products, whose norm does not follow from theirs (`product_layer
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -243,31 +245,33 @@ class Hooked(GradientMethod):
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         layer_calls: dict[str, tuple[Tensor, Tensor]] = {}
-        handles = [
-            module.register_forward_hook(
-                lambda _, inputs, output, name=name: layer_calls.update({name: (inputs[0], output)})
-            )
-            for name, module in self.layers
-        ]
         # With channels last, windows are gathered in runs of channels.
         if x.dim() == 4 and not x.is_cuda and takes_channels_last(self.model.modules()):
             x = channels_last(x)
         # They need gradients only so that autograd records the layers' outputs: the backward pass
         # ends at these, and no gradient of a parameter is computed.
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
-        try:
-            with torch.enable_grad():
-                losses = self.loss(call_with(self.model, leaves, x), y)
-                calls = [layer_calls[name] for name, _ in self.layers]
-                deltas = torch.autograd.grad(losses.sum(), [output for _, output in calls])
-        finally:
-            for handle in handles:
-                handle.remove()
+        with torch.enable_grad(), self._hooked(layer_calls):
+            losses = self.loss(call_with(self.model, leaves, x), y)
+            calls = [layer_calls[name] for name, _ in self.layers]
+            deltas = torch.autograd.grad(losses.sum(), [output for _, output in calls])
         parts = [
             _part(module, inputs.detach(), delta)
             for (_, module), (inputs, _), delta in zip(self.layers, calls, deltas, strict=True)
         ]
         return OuterRows(tuple(parts)), losses.detach()
+
+    @contextmanager
+    def _hooked(self, layer_calls: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Note in ``layer_calls`` the input and the output of each of the layers, by its name."""
+        with ExitStack() as hooks:
+            for name, module in self.layers:
+
+                def note(_: nn.Module, inputs: Any, output: Tensor, name: str = name) -> None:
+                    layer_calls[name] = inputs[0], output
+
+                hooks.enter_context(module.register_forward_hook(note))
+            yield
 
 
 def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:

@@ -78,9 +78,9 @@ class ParameterBinding:
         bound_before, self._bound = self._bound, self._viewed
         views = self._viewed[1]
         values_before = [parameter.data for parameter in self.parameters.values()]
-        for name, parameter in self.parameters.items():
-            parameter.data = self._filters.get(name, views[name])
         try:
+            for name, parameter in self.parameters.items():
+                parameter.data = self._filters.get(name, views[name])
             yield views
         finally:
             self._bound = bound_before
