@@ -28,7 +28,7 @@ DrawLevel = Literal["run", "client", "example"]
 _LEVELS: dict[DrawLevel, int] = {"run": 0, "client": 1, "example": 2}
 
 
-_NOISE_PARTS = "0 a release, its scalars last; 64 an attempt, or a step of steps that share draws"
+_NOISE_PARTS = "0 a release, its scalars last; 64 an attempt"
 
 
 class Purpose(IntEnum):

@@ -34,7 +34,6 @@ from fedsim.clients.base import State as ClientState
 from fedsim.errors import BudgetSpentError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy.local_work import LocalWork
-from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -133,14 +132,6 @@ class TrainerTarget(Target):
     def steps(self) -> int:
         """Number of gradients that a client releases in a round."""
         return self.work.steps_of(self.size)
-
-    def whitened(self, rounds: Floats) -> Floats:
-        """Whiten the steps of each round in ``[T, width]``; rounds have independent noise."""
-        noise = self.plan.noise
-        if not isinstance(noise, Correlated):
-            return rounds
-        of_rounds = rounds.reshape(-1, self.steps, rounds.shape[-1])
-        return (noise.matrix(self.steps) @ of_rounds).reshape(rounds.shape)
 
     def with_releases(self, releases: int) -> TrainerTarget:
         """The same target with enough rounds for this number of releases of known bound."""
@@ -363,8 +354,7 @@ class ExampleEvidence(Evidence):
         target = self.target.with_model(parameters(FEW_PARAMETERS)).with_rounds(rounds)
         rows = torch.zeros(2 * runs, target.size, target.layout.d, dtype=torch.float64)
         rows[runs:, 0] = clipped_scale(target.mechanism, target.layout)
-        trained = target.train(rows, self.seed).releases.reshape(2 * runs, -1, target.layout.d)
-        moves = np.stack([target.whitened(run) for run in trained])
+        moves = target.train(rows, self.seed).releases.reshape(2 * runs, -1, target.layout.d)
         claim = Claim((target.event.times(rounds),), target.delta)
         examined = (
             f"{runs} clients without and {runs} with a canary, {rounds} rounds, "

@@ -354,16 +354,14 @@ def line_for_every_round(target: Target, run: ExampleRun) -> Finding:
         elif any(entry.event != target.event for entry in entries):
             fault = f"client {client}'s lines do not say what a round costs"
     steps = int((run.releases != 0).any(-1).sum(-1).max(initial=0))
-    plan, event = target.plan, target.event
-    correlated = plan.noise.correlated
-    if steps > plan.releases if correlated else plan.sampler.gaussians(steps) > event.count:
+    if target.plan.sampler.gaussians(steps) > target.event.count:
         fault = f"{steps} gradients a round were released, {target.event.count} are charged"
     examined = f"{rounds} rounds of {len(run.entries)} clients"
     return invariant(examined, fault, "one a client, for all its gradients")
 
 
 def passes(target: Target, length: int, draws: Sequence[Sequence[Ids]]) -> Finding:
-    """Whether each example is in one batch of a pass; the same one if noise is correlated.
+    """Whether each example is in one batch of a pass.
 
     Parameters
     ----------
@@ -380,9 +378,5 @@ def passes(target: Target, length: int, draws: Sequence[Sequence[Ids]]) -> Findi
                 ids = np.concatenate(client[first : first + length])
                 if np.bincount(ids, minlength=size).max() > 1:
                     fault = "an example was in two batches of one pass"
-                before = client[first - length : first]
-                if target.plan.noise.correlated and first % whole and fault is None:
-                    same = map(np.array_equal, before, client[first : first + length])
-                    fault = None if all(same) else "two passes of a round had different orders"
     examined = f"{len(draws)} clients of {size} examples, {len(draws[0])} batches each"
     return invariant(examined, fault, "each example once a pass")

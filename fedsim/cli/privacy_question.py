@@ -203,7 +203,7 @@ def _planned_examples(config: RunConfig) -> tuple[Question, int]:
             f"partition.clients = {config.partition.clients}; none of them has an example."
         )
     question = Question(
-        noise_multiplier=privacy.step_noise.multiplier,
+        noise_multiplier=privacy.noise_multiplier,
         rounds=config.rounds,
         delta=config.client.noise.delta,
         level="example",

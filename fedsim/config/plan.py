@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from fedsim.cohorts import Cohort
-from fedsim.config.privacy_sections import ClientNoiseSection, NoiseSection
+from fedsim.config.privacy_sections import NoiseSection
 from fedsim.config.run_config import RunConfig, past_config
 from fedsim.config.sections import DevicesSection
 from fedsim.config.values import Scalar
@@ -119,7 +119,7 @@ def cohort(config: RunConfig) -> Cohort:
     return sampler
 
 
-def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
+def made_noise(section: NoiseSection) -> Noise:
     """Make the noise that a table names; its multiplier is 0 if none is set."""
     noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
     return noise

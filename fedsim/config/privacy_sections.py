@@ -141,14 +141,9 @@ class ClientMechanismSection(BoundingSection, table="client.mechanism"):
 
 
 @dataclass(frozen=True, init=False)
-class ClientNoiseSection(Choice, table="client.noise"):
+class ClientNoiseSection(ConfigTable, table="client.noise"):
     """The noise on a client's sums of per-example gradients."""
 
-    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
-    name: str = "independent"
-    """The kind of noise that is added to each sum of gradients: 'independent', or 'lambda-cgd',
-    'bisr' or 'tree', which are correlated over the steps of a client's round and need shuffled
-    passes, or module:Name of your own."""
     multiplier: Multiplier = None
     """Noise multiplier: standard deviation of the noise on a sum of gradients, divided by the clip
     norm C."""

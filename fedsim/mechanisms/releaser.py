@@ -124,10 +124,9 @@ class Releaser:
             if not r > 0:
                 raise FedsimError(f"denominator is {r}; it must be above 0.")
         if noise.correlated and mechanism.init(layout):
-            unit, table = ("rounds", "") if exact else ("steps", "client.")
             raise FedsimError(
-                f"noise is correlated over {unit} ({table}noise.name), and the bound "
-                f"{type(mechanism).__name__} ({table}mechanism.name) changes between {unit}; use a "
+                "noise is correlated over rounds (noise.name), and the bound "
+                f"{type(mechanism).__name__} (mechanism.name) changes between rounds; use a "
                 "constant one (clipping)."
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise

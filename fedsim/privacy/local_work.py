@@ -73,10 +73,7 @@ class LocalWork:
         batch = self.batch_of(size)
         return Full(size) if batch == size else Poisson(batch / size, size, adjacency="zero-out")
 
-    def passes(self, size: int, *, one_order: bool = False) -> ShuffledPasses | Full:
-        """Sampler of the batches of shuffled passes, for a client with ``size`` examples.
-
-        With ``one_order`` all passes of a round use one order.
-        """
+    def passes(self, size: int) -> ShuffledPasses | Full:
+        """Sampler of the batches of shuffled passes, for a client with ``size`` examples."""
         batch = self.batch_of(size)
-        return Full(size) if batch == size else ShuffledPasses(batch, size, one_order)
+        return Full(size) if batch == size else ShuffledPasses(batch, size)

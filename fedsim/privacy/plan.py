@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from fedsim import registry
-from fedsim.arguments import one_of, shown
+from fedsim.arguments import shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
@@ -112,9 +111,7 @@ class ReleasePlan(Generic[BoundT]):
     rounds : int, optional
         Number of rounds of the plan.
     releases : int
-        Noisy sums in a round, each over a separate sample: a client's local steps. At example
-        level correlated noise is correlated over the sums of one round, and starts again with
-        each round.
+        Noisy sums in a round, each over a separate sample: a client's local steps.
     selection : Selection, optional
         Set if only the best of a random number of such runs is published.
     cohort_known : bool
@@ -162,17 +159,13 @@ class ReleasePlan(Generic[BoundT]):
         Raises
         ------
         FedsimError
-            If the plan has no number of rounds, or clients cannot use such noise at example level.
+            If the plan has no number of rounds, or is at example level.
         """
         if self.level == "example":
-            if not getattr(self.noise, "local", False):
-                kinds = {name: registry.find("noise", name, "") for name in registry.names("noise")}
-                local = (name for name, kind in kinds.items() if getattr(kind, "local", False))
-                raise FedsimError(
-                    f"client.noise.name is '{_name_of(self.noise)}', which stores vectors of many "
-                    f"steps for every client; it must be {one_of(('independent', *local))}."
-                )
-            return _fitted(self.noise, self.sampler.participation(self.releases))
+            raise FedsimError(
+                f"the noise is {_name_of(self.noise)}, which is correlated over releases; at "
+                "example level it must be independent."
+            )
         if self.rounds is None:
             raise FedsimError(
                 f"noise.name is '{_name_of(self.noise)}', whose rounds share draws, and the plan "
@@ -202,10 +195,7 @@ class ReleasePlan(Generic[BoundT]):
         sampler_law = self.sampler.law()
         if self.cohort_known:
             sampler_law = unamplified(sampler_law)
-        law = self.noise.law(sampler_law)
-        if self.level == "example" and isinstance(law, CorrelatedLaw):
-            law = replace(law, rounds=1)  # the sums are all of one round
-        return law
+        return self.noise.law(sampler_law)
 
     def check_secure(self) -> None:
         """Refuse secure aggregation if it would reveal the size of a cohort that is secret.
@@ -252,7 +242,7 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def closed(self) -> bool:
         """Whether no round may follow: the plan is charged as a whole, or rounds share draws."""
-        if self.noise.correlated and self.level == "client":
+        if self.noise.correlated:
             return True
         # A law of groups in turn is charged one cycle at a time, so further cycles may follow.
         return self.rounds is not None and (
@@ -263,7 +253,7 @@ class ReleasePlan(Generic[BoundT]):
     def charged_ahead(self) -> bool:
         """Whether round 1 is charged for all rounds, and a plan of fewer rounds would cost less."""
         law = self.event().law
-        return self.level == "client" and isinstance(law, CorrelatedLaw) and law.rate == 1
+        return isinstance(law, CorrelatedLaw) and law.rate == 1
 
     def charge(self, round: int, attempt: int = 0) -> Event:
         """The event in the ledger line of a round.
@@ -301,7 +291,7 @@ class ReleasePlan(Generic[BoundT]):
         event = Event(
             noise_multiplier=self.noise.multiplier,
             law=self.law,
-            # Correlated noise makes all rounds (or all sums of a client's round) one Gaussian.
+            # Correlated noise makes all rounds one Gaussian.
             count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
             guarantee=self.bound.guarantee == "gaussian",
         )

@@ -37,7 +37,6 @@ Flat = dict[str, Scalar]
 LEFT_TO_A_RULE: dict[str, Scalar] = {
     "noise.entropy": "",
     "noise.coefficients": "",
-    "client.noise.coefficients": "",
     "client.path": "auto",
     "client.kernel": "auto",
     "client.block-size": 0,

@@ -17,7 +17,7 @@ from fedsim.adapters import Adapter
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, plan
-from fedsim.config.plan import entropy, evaluation_event, local_work, made_noise, stopping
+from fedsim.config.plan import entropy, evaluation_event, local_work, stopping
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg import SecureAggregation
@@ -296,8 +296,7 @@ def example_privacy(
     Raises
     ------
     FedsimError
-        If a client has fewer examples than a batch, and client-level privacy is off; if noise is
-        correlated over steps, and client-level privacy is on.
+        If a client has fewer examples than a batch, and client-level privacy is off.
     """
     client = config.client
     if client.mechanism.name == "none":
@@ -310,18 +309,11 @@ def example_privacy(
             f"client.batch-size = {client.batch_size}; with example-level privacy it must be at "
             f"most {smallest}, the smallest client's number of examples."
         )
-    noise = made_noise(client.noise)
-    if noise.correlated and config.private:
-        raise FedsimError(
-            f"client.noise.name = '{client.noise.name}'; it must be 'independent' while "
-            f"mechanism.name = '{config.mechanism.name}' protects whole clients: the coefficients "
-            "of other noise follow from how many examples clients have."
-        )
     end = stopping(config.to_run_config())
-    work = local_work(config)
     unnoised = ExamplePrivacy(
         mechanism=mechanism(client.mechanism),
-        noise=noise,
+        noise_multiplier=client.noise.multiplier or 0.0,
+        hardened=client.noise.hardened,
         sampling=client.noise.sampling,
         chunk=client.noise.chunk,
         delta=client.noise.delta,
@@ -329,10 +321,11 @@ def example_privacy(
         stopping=end,
         ledger_dir=ledger_dir(config, out),
         unprotected_metrics=config.evaluate.unprotected,
-    ).fitted(work, data.planned_sizes)
+    )
     target = client.noise.target_epsilon
     if target is None:
         return unnoised
+    work = local_work(config)
     plans = (unnoised.plan(work, size, config.rounds) for size in data.planned_sizes)
     delta = end.planned_delta(client.noise.delta)
     calibrated_plans = (plan.calibrated(target, delta) for plan in plans if plan is not None)

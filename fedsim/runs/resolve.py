@@ -166,8 +166,7 @@ def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> R
     """
     config = with_best_groups(config)
     privacy = None
-    client_noise = config.client.noise
-    if client_noise.target_epsilon is not None or client_noise.name != "independent":
+    if config.client.noise.target_epsilon is not None:
         privacy = example_privacy(config, resolve_data(config, overrides))
     plan = None if config.noise.target_epsilon is None else factories.release_plan(config)
     return config.replace(**_multipliers(config, plan, privacy))
@@ -186,11 +185,8 @@ def _multipliers(
         resolved_keys |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
         if (evaluation := evaluation_event(config)) is not None:
             resolved_keys["evaluate.multiplier"] = evaluation.noise_multiplier
-    step_noise = None if privacy is None else privacy.step_noise
-    if isinstance(step_noise, Correlated) and config.client.noise.own:
-        resolved_keys["client.noise.coefficients"] = step_noise.coefficients
     if privacy is not None and config.client.noise.target_epsilon is not None:
-        z = privacy.step_noise.multiplier
+        z = privacy.noise_multiplier
         resolved_keys |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
     return resolved_keys
 

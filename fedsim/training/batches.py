@@ -164,8 +164,6 @@ def plan_batches(
     randomness: Sequence[Randomness],
     round: int,
     counts: Ints | None = None,
-    *,
-    one_order: bool = False,
 ) -> Batches:
     """Draw the batches of a block's clients in shuffled passes.
 
@@ -181,8 +179,6 @@ def plan_batches(
     round : int
     counts : int64 ``[n]``, optional
         Epochs or steps of each of these clients, replacing the work's.
-    one_order : bool
-        Whether all passes of a client's round use one order.
     """
     stream = Stream()
     works = [work] * len(indices) if counts is None else [work.counted(int(c)) for c in counts]
@@ -200,7 +196,7 @@ def plan_batches(
             for i in rows.tolist()
         ]
         group_work, size = works[rows[0]], examples.shape[1]
-        sampler = group_work.passes(size, one_order=one_order)
+        sampler = group_work.passes(size)
         number_of_steps = group_work.steps_of(size)
         orders = draw_passes(sampler, draws, round, -(-number_of_steps // sampler.steps))
         passes = np.take_along_axis(examples[:, None], orders, axis=2)

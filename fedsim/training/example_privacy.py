@@ -17,15 +17,14 @@ from torch import Tensor
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.clients.base import LocalAlgorithm
-from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.base import require_mechanism
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, worst_client
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
-from fedsim.privacy.laws import Participation, Sampler
+from fedsim.privacy.laws import Sampler
 from fedsim.privacy.local_work import LocalWork
-from fedsim.privacy.noise import Independent, Noise
+from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.settings import Ge, Gt, Lt, check_settings
@@ -50,9 +49,8 @@ class ExamplePrivacy:
 
     Guarantee: for each client on its own, with zero-out adjacency of one of its examples (which
     contributes nothing instead), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
-    counts every gradient evaluation: two per ADADP iteration, discarded ones included. If noise is
-    correlated over the steps of a round, a round is one Gaussian of multiplier z over the noise's
-    sensitivity. Clients hold disjoint data, so the federation's epsilon is the largest client's.
+    counts every gradient evaluation: two per ADADP iteration, discarded ones included. Clients hold
+    disjoint data, so the federation's epsilon is the largest client's.
 
     The number of examples ``N_i`` of every client is public, since rates, steps and denominators
     follow from it: adding or removing an example is not covered.
@@ -61,10 +59,10 @@ class ExamplePrivacy:
     ----------
     mechanism : Mechanism
         Bounds per-example gradients.
-    noise_multiplier : float, optional
-        z of independent noise: its standard deviation on a sum, divided by the clip norm.
-    hardened : bool, optional
-        Whether that noise withstands attacks on floating-point sampling, as it does by default.
+    noise_multiplier : float
+        z: standard deviation of the noise on a sum, divided by the clip norm.
+    hardened : bool
+        Whether the noise withstands attacks on floating-point sampling.
     sampling : "poisson" or "shuffle"
         Poisson batches: each example is in a batch with probability ``|B| / N_i``, and batch sizes
         vary. Shuffled passes: each pass is charged as one Gaussian without amplification. Random
@@ -82,15 +80,11 @@ class ExamplePrivacy:
         Directory of the clients' ledgers; in memory by default.
     unprotected_metrics : bool
         Whether a client reports its un-noised training loss.
-    noise : Noise, optional
-        Noise of another kind, in place of ``noise_multiplier`` and ``hardened``. `LambdaCGD`,
-        `BISR` and `Tree` are correlated over the steps of a client's round, and need shuffled
-        passes, all of a round in one order.
     """
 
     mechanism: Mechanism
-    noise_multiplier: float | None = None
-    hardened: bool | None = None
+    noise_multiplier: Annotated[float, Ge(0)]
+    hardened: bool = True
     sampling: Literal["poisson", "shuffle"] = "poisson"
     chunk: Annotated[int, Ge(0)] = 0
     delta: Annotated[float, Gt(0), Lt(1)] = 1e-5
@@ -98,22 +92,10 @@ class ExamplePrivacy:
     stopping: Stopping = FIXED
     ledger_dir: Path | None = None
     unprotected_metrics: bool = False
-    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
         require_mechanism(self.mechanism, "ExamplePrivacy")
-        independent = self.noise_multiplier is not None
-        if independent == (self.noise is not None) or (self.noise and self.hardened is not None):
-            raise FedsimError(
-                "ExamplePrivacy takes noise_multiplier=, and hardened= if needed, or noise= alone."
-            )
-        if self.step_noise.correlated and self.sampling != "shuffle":
-            raise FedsimError(
-                f"client.noise.sampling is '{self.sampling}', and client.noise.name names noise "
-                "that is correlated over steps; it must be 'shuffle': which batches an example "
-                "is in must be known."
-            )
 
     def ledgers(self) -> ClientLedgers:
         """The clients' ledgers, which record releases and enforce the budget."""
@@ -125,35 +107,18 @@ class ExamplePrivacy:
         )
 
     @cached_property
-    def step_noise(self) -> Noise:
+    def noise(self) -> Independent:
         """The noise that is added to the sum of a step's gradients."""
-        return self.noise or Independent(
-            float(self.noise_multiplier or 0), self.hardened is not False
-        )
+        return Independent(float(self.noise_multiplier), self.hardened)
 
     def scaled(self, multiplier: float) -> ExamplePrivacy:
-        """A copy with the same kind of noise at another multiplier."""
-        noise = self.step_noise.scaled(multiplier)
-        return replace(self, noise_multiplier=None, hardened=None, noise=noise)
+        """A copy with noise at another multiplier."""
+        return replace(self, noise_multiplier=multiplier)
 
     @property
     def private(self) -> bool:
         """Whether any client's epsilon is finite."""
-        return self.mechanism.guarantee == "gaussian" and self.step_noise.multiplier > 0
-
-    def fitted(self, work: LocalWork, sizes: Iterable[int]) -> ExamplePrivacy:
-        """A copy whose noise has the same coefficients for clients of all these sizes.
-
-        They are optimal for a client with the most steps and the shortest passes of any client.
-        """
-        participations = [
-            self._sampler(work, size).participation(work.steps_of(size)) for size in {*sizes} - {0}
-        ]
-        if not self.step_noise.correlated or not participations:
-            return self
-        steps = max(p.rounds for p in participations)
-        separation = min(steps, *(p.separation for p in participations))
-        return replace(self, noise=self.step_noise.fitted(Participation(steps, separation)))
+        return self.mechanism.guarantee == "gaussian" and self.noise.multiplier > 0
 
     def plan(
         self, work: LocalWork, size: int, rounds: int | None = None
@@ -165,7 +130,7 @@ class ExamplePrivacy:
             level="example",
             sampler=self._sampler(work, size),
             bound=self.mechanism,
-            noise=self.step_noise,
+            noise=self.noise,
             rounds=rounds,
             releases=work.steps_of(size),
         )
@@ -173,7 +138,7 @@ class ExamplePrivacy:
     def _sampler(self, work: LocalWork, size: int) -> Sampler:
         if self.sampling == "poisson":
             return work.poisson(size)
-        return work.passes(size, one_order=self.step_noise.correlated)
+        return work.passes(size)
 
     def batches(
         self,
@@ -192,7 +157,7 @@ class ExamplePrivacy:
         if self.sampling == "poisson":
             width = self.width(work, len(indices[0]), max_chunk)
             return plan_poisson(*inputs, width, amplified=self.private)
-        batches = plan_batches(*inputs, one_order=self.step_noise.correlated)
+        batches = plan_batches(*inputs)
         index, weight = batches.index[:, :, None], batches.weight[:, :, None]
         return replace(batches, index=index, weight=weight)
 
@@ -212,7 +177,7 @@ class ExamplePrivacy:
             "work": work,
             "loss": loss,
             "mechanism": self.mechanism,
-            "noise": self.step_noise,
+            "noise": self.noise,
             "sampling": self.sampling,
         }
         return Randomness(randomness.seed, digest_of(settings))
@@ -274,7 +239,7 @@ class ExampleReleases:
         self._data, algorithm = stepper.data, stepper.algorithm
         # In the fingerprint, since another path or method gives other bits.
         path = f"{stepper.path.name}, {method.name}"
-        bounded = (privacy.mechanism, privacy.step_noise, privacy.sampling)
+        bounded = (privacy.mechanism, privacy.noise, privacy.sampling)
         self._settings = (algorithm, work, *bounded, path, stepper.device.type)
         self._code = (algorithm, trained.loss, privacy.mechanism, *trained.model.modules())
         self._rows = method.evidence

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
-from functools import partial
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.clients.base import Dense, State, Step
 from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.mechanisms.base import without_noise
-from fedsim.mechanisms.releaser import NUMBERS
 from fedsim.privacy.local_work import LocalWork
-from fedsim.privacy.noise import Noise
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Purpose
 from fedsim.training.batches import MAX_CHUNK, Batches
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.paths.examples import GradientMethod
@@ -75,9 +68,14 @@ class PrivateLoop(StepLoop):
         self.usable = self.weight > 0
         if (unusable := stepper.data.unusable) is not None:  # their gradients count as zero
             self.usable &= torch.from_numpy(~unusable[batches.index]).to(stepper.device)
-        self.noise, plans = [], []
+        self.noise: list[NoiseSource] = []
+        """Source of each client's noise, from which its steps draw in turn."""
+        plans = []
         for client, source in zip(clients.client_ids.tolist(), clients.randomness, strict=True):
-            self.noise.append(StepNoise(privacy.step_noise, source, clients.round, client))
+            generator = source.generator(
+                Purpose.NOISE, level="example", round=clients.round, client=client
+            )
+            self.noise.append(NoiseSource(generator, privacy.hardened))
             plan = privacy.plan(work, stepper.data.size(client))
             if plan is not None:
                 plans.append(plan)
@@ -119,8 +117,7 @@ class PrivateLoop(StepLoop):
                 losses[clients, chunk, :b] = block.losses
                 total.add_owners(block.rows, usable[clients, :b], block.counts, clients)
         self.losses.append(losses.flatten(1))
-        sources = [noise.of_step(index) for noise in self.noise[:active]]
-        release = self.releaser.release(total, *sources)
+        release = self.releaser.release(total, *self.noise[:active])
         self.state = dict(release.state)
         return release.mean
 
@@ -133,35 +130,3 @@ class PrivateLoop(StepLoop):
             for name, tensor in without_noise(self.state).items():
                 end.carried[MECHANISM + name] = tensor[clients]
         return end
-
-
-class StepNoise:
-    """Noise sources of a client's steps in one round.
-
-    With independent noise, all steps draw in turn from one source. With correlated noise, each step
-    draws from addresses of its own, and later steps regenerate the draws of earlier ones. If draws
-    come from the operating system, these addresses are keyed by a secret that ends with the round.
-    """
-
-    def __init__(self, noise: Noise, randomness: Randomness, round: int, client: int) -> None:
-        self._hardened, self._is_correlated = noise.hardened, noise.correlated
-        if self._is_correlated and randomness.seed is None:
-            randomness = Randomness(0, secrets.token_hex(32))
-        self._address: dict[str, Any] = {"level": "example", "round": round, "client": client}
-        self._randomness = randomness
-        self._only_source = (
-            None if self._is_correlated else NoiseSource(self._generator(0, 0, 0), self._hardened)
-        )
-
-    def of_step(self, index: int) -> NoiseSource:
-        """The noise source of step ``index``, from 0; to be called once for each step."""
-        if self._only_source is not None:
-            return self._only_source
-        generators = partial(self._generator, index)
-        return NoiseSource(self._generator(index, 0, 0), self._hardened, index + 1, generators)
-
-    def _generator(self, index: int, age: int, number: int) -> np.random.Generator:
-        # Only draws of an earlier step (``age`` steps ago) may use an address a second time.
-        randomness = self._randomness.repeated() if age else self._randomness
-        part = (index - age) * NUMBERS + number
-        return randomness.generator(Purpose.NOISE, part=part, **self._address)

@@ -45,17 +45,6 @@ PRIVATE_SCAFFOLD = {
     "mechanism": {"name": "normalization"},
     "noise": {"entropy": "config", "multiplier": 0.5},
 }
-CORRELATED_STEPS = {
-    **BASE,
-    "client": {
-        "name": "sgd",
-        "batch-size": 16,
-        "epochs": 2,
-        "mechanism": {"name": "clipping"},
-        "noise": {"name": "bisr", "sampling": "shuffle", "multiplier": 0.5},
-    },
-    "mechanism": {"name": "none", "weighting": "uniform"},
-}
 FEDNOVA = {
     **BASE,
     "client": {"name": "fednova", "momentum": 0.5, "proximal": 0.1, "batch-size": 16},
@@ -94,7 +83,6 @@ TRIMMED = {**ROBUST, "mechanism": {"name": "trimmed-mean", "trim": 0.3}}
 METHODS = {
     "scaffold": SCAFFOLD,
     "private scaffold": PRIVATE_SCAFFOLD,
-    "correlated steps": CORRELATED_STEPS,
     "fednova": FEDNOVA,
     "fedper": PERSONAL,
     "fedrep": FEDREP,

@@ -153,31 +153,3 @@ def test_correlated_noise_of_an_outside_file_costs_what_fedsims_own_of_its_kind_
     assert epsilon_of("outside_laws:Cancelling", "noise.options.draws=2") == epsilon_of(
         "bisr", "noise.draws=2"
     )
-
-
-def test_clients_add_noise_of_an_outside_file_to_sums_of_gradients(tmp_path: Path) -> None:
-    config = tmp_path / "examples.toml"
-    config.write_text(
-        """
-rounds = 1
-[partition]
-clients = 20
-[client]
-batch-size = 20
-[client.mechanism]
-name = "clipping"
-[client.noise]
-name = "outside_laws:Loud"
-options = "factor=1.5"
-multiplier = 0.8
-"""
-    )
-    fedsim("run", config, "--out", tmp_path / "run")
-    own = ("--set", "client.noise.name=independent", "--set", "client.noise.options=")
-    fedsim("run", config, "--out", tmp_path / "own", *own, "--set", "client.noise.multiplier=1.2")
-    outside, inside = (
-        json.loads(fedsim("privacy", tmp_path / name, "--json"))[0] for name in ("run", "own")
-    )
-    assert (outside["declared"], inside["declared"]) == (True, False)
-    assert outside["epsilon"] == pytest.approx(inside["epsilon"], rel=1e-3)
-    assert "FAILS" not in fedsim("privacy", tmp_path / "run", "--verify")

@@ -74,9 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "on the disk": {**ADADP, "client.state": "client", "client.state-dir": "kept"},
     "the mean of clients' rates": {**ADADP, "client.state": "server"},
     "private examples": {**EXAMPLES, **ADADP, "client.state": "client"},
-    "private examples, correlated steps": {
+    "private examples in passes": {
         **EXAMPLES,
-        "client.noise.name": "tree",
         "client.noise.sampling": "shuffle",
         "client.epochs": 2,
         "client.state": "client",

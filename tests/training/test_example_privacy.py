@@ -15,16 +15,15 @@ from torch import nn
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
 from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import AdaClip, AdaptiveNoise, Clipping, Normalization
+from fedsim.mechanisms import AdaClip, AdaptiveNoise, Clipping, Normalization, QuantileClipping
 from fedsim.privacy import Ledger, epsilon
 from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.noise.tree import Tree
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks import CrossEntropy
-from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_events
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_epsilon, example_events
 from fedsim.training.batches import chunk_width, plan_poisson
 from fedsim.training.paths.factored import PositionsPart
 from fedsim.training.paths.program import lowered
@@ -382,12 +381,11 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
 
 def test_a_noise_multiplier_gives_independent_noise_hardened_unless_told_otherwise():
     bound = Clipping(1.0)
-    assert ExamplePrivacy(bound, 2).step_noise == Independent(2.0, hardened=True)
+    assert ExamplePrivacy(bound, 2).noise == Independent(2.0, hardened=True)
     privacy = ExamplePrivacy(bound, noise_multiplier=2.0, hardened=False)
-    assert privacy.step_noise == Independent(2.0, hardened=False)
-    assert privacy.scaled(3.0).step_noise == Independent(3.0, hardened=False)
-    assert repr(ExamplePrivacy(bound, 2).step_noise) == repr(Independent(2.0, hardened=True))
-    assert ExamplePrivacy(bound, noise=Tree(1.0), sampling="shuffle").step_noise == Tree(1.0)
+    assert privacy.noise == Independent(2.0, hardened=False)
+    assert privacy.scaled(3.0).noise == Independent(3.0, hardened=False)
+    assert repr(ExamplePrivacy(bound, 2).noise) == repr(Independent(2.0, hardened=True))
 
 
 @pytest.mark.parametrize(
@@ -403,21 +401,6 @@ def test_a_noise_multiplier_gives_independent_noise_hardened_unless_told_otherwi
 def test_a_setting_out_of_range_is_refused_when_it_is_given(settings, sentence):
     with pytest.raises(FedsimError, match=sentence):
         ExamplePrivacy(Clipping(1.0), 1.0, **settings)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"hardened": True},
-        {"noise": Independent(1.0), "noise_multiplier": 1.0},
-        {"noise": Independent(1.0), "hardened": False},
-    ],
-    ids=str,
-)
-def test_noise_is_given_by_its_multiplier_or_whole(settings):
-    with pytest.raises(FedsimError, match=r"noise_multiplier=, and hardened= .* noise= alone"):
-        ExamplePrivacy(Clipping(1.0), **settings)
 
 
 def test_shuffled_passes_are_charged_without_amplification():
@@ -466,3 +449,25 @@ def test_one_example_more_is_told_apart_and_therefore_not_what_is_claimed():
     assert wide / narrow == pytest.approx(21 / 20, rel=0.03)
     assert statement.adjacency == "zero-out"
     assert "Public: the number of every client's examples" in str(statement)
+
+
+def test_a_bound_that_leaves_no_noise_for_steps_is_refused_before_the_first_round():
+    few_rows = ExamplePrivacy(QuantileClipping(bit_noise=0.05), noise_multiplier=1.0)
+    with pytest.raises(FedsimError, match=r"bit-noise 0.05 and 3 expected rows .*batch-size"):
+        trainer_of_sizes([12], few_rows, batch_size=3)
+
+
+def test_no_clients_size_decides_whether_a_bound_and_noise_are_refused():
+    few_rows = ExamplePrivacy(QuantileClipping(bit_noise=0.2), noise_multiplier=1.0)
+    for batch_size in (0, 3):  # 3 rows leave noise for the sum; 1 or 2 do not
+        trainer = trainer_of_sizes([1, 2], few_rows, batch_size)
+        with pytest.raises(FedsimError, match=r"and [12] expected rows"):
+            next(trainer.train(trainer.initial(), np.arange(2), 1))
+
+
+def trainer_of_sizes(sizes, privacy, batch_size) -> Trainer:
+    examples = sum(sizes)
+    parts = np.split(np.arange(examples), np.cumsum(sizes)[:-1])
+    data = ClientData(torch.zeros(examples, 2), torch.zeros(examples).long(), parts)
+    settings = {"randomness": Randomness(1), "privacy": privacy}
+    return Trainer(nn.Linear(2, 2), SGD(1.0), data, batch_size=batch_size, **settings)

@@ -81,19 +81,11 @@ class CorrelatedLaw(WrappingLaw):
     def label(self) -> str:
         """Short description, for tables."""
         base = "no amplification" if self.rate == 1 else self.base.label
-        if self.rounds == 1:
-            return f"{self.noise} noise over the steps of a round, {base}"
-        return f"{self.noise} noise over {self.rounds:,} rounds, {base}"
+        return f"{self.noise} noise over {self.rounds:,} round{'s' * (self.rounds != 1)}, {base}"
 
     def sentence(self, row: str) -> str:
         """How a ``row`` is sampled and noised: a phrase of the privacy statement."""
         draws = "no amplification by sampling" if self.rate == 1 else self.base.sentence(row)
-        if row == "example":
-            return (
-                f"passes in one order a round ({draws}); noise correlated over the steps of a "
-                f"round ({self.noise}), which are charged together, as one Gaussian of sensitivity "
-                f"{self.sensitivity:.4g} C"
-            )
         return (
             f"{draws}; noise correlated over rounds ({self.noise}), every {self.rounds:,} of which "
             f"are charged together, as one Gaussian of sensitivity {self.sensitivity:.4g} C"

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.laws.full import Full, FullLaw
 from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared_population
 from fedsim.randomness import Draws
@@ -43,15 +42,11 @@ class ShuffledPasses(Sampler):
         Rows in a batch, in [1, population].
     population : int
         Number of rows: declared, public.
-    one_order : bool
-        Whether all passes of a round use the order of its first. A row's batches are then exactly
-        `steps` apart, which noise that is correlated over a round's steps relies on.
     """
 
     name: ClassVar[str] = "shuffle"
     batch_size: int
     population: int
-    one_order: bool = False
 
     def __post_init__(self) -> None:
         check_population(self.population)
@@ -78,7 +73,7 @@ class ShuffledPasses(Sampler):
 
     def order(self, round: int, draws: Draws, number: int) -> Ids:
         """All ids in the order of pass ``number`` of a round; batches are its consecutive parts."""
-        return draws.generator(round, 0 if self.one_order else number).permutation(self.population)
+        return draws.generator(round, number).permutation(self.population)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Ids of one batch; where whole passes are needed, `order` is cheaper."""
@@ -94,11 +89,6 @@ class ShuffledPasses(Sampler):
         """Number of passes that ``count`` batches begin, complete or not."""
         return -(-count // self.steps)
 
-    def participation(self, rounds: int) -> Participation:
-        """One batch of every pass: with ``one_order`` the same one, else any."""
-        # Without one order a row can be in the last batch of a pass and the first of the next.
-        return Participation(rounds, self.steps if self.one_order or rounds <= self.steps else 1)
-
 
 def draw_passes(
     sampler: ShuffledPasses | Full, draws: Sequence[Draws], round: int, passes: int
@@ -111,11 +101,8 @@ def draw_passes(
     orders = np.empty((len(draws), passes, population), dtype=np.int64)
     orders[:] = np.arange(population)
     if sampler.rate < 1:
-        one_order = isinstance(sampler, ShuffledPasses) and sampler.one_order
         for owner_orders, owner_draws in zip(orders, draws, strict=True):
-            generators = owner_draws.generators(round, range(1 if one_order else passes))
-            for order, generator in zip(owner_orders, generators, strict=False):
+            generators = owner_draws.generators(round, range(passes))
+            for order, generator in zip(owner_orders, generators, strict=True):
                 generator.shuffle(order)
-            if one_order:
-                owner_orders[1:] = owner_orders[0]
     return orders

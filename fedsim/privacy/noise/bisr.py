@@ -29,7 +29,6 @@ class BISR(Toeplitz):
     """
 
     name: ClassVar[str] = "bisr"
-    local: ClassVar[bool] = True
     form: ClassVar[str] = (
         "1, and then the share of each earlier round's draws that is subtracted: numbers from 0 to "
         "1, together at most 1"

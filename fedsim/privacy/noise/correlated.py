@@ -44,9 +44,6 @@ class Correlated(Noise):
 
     name: ClassVar[str]
     """Name in a config's ``noise.name``."""
-    local: ClassVar[bool] = False
-    """Whether clients may use it over the local steps of a round: it needs no vector, or few, for
-    each client."""
     form: ClassVar[str] = "numbers from 0 to 1"
     """What the coefficients must be (`valid`), in words."""
 

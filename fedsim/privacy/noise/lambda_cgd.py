@@ -24,7 +24,6 @@ class LambdaCGD(Toeplitz):
     """
 
     name: ClassVar[str] = "lambda-cgd"
-    local: ClassVar[bool] = True
     form: ClassVar[str] = "lambda, a number from 0 to 1"
 
     def best_coefficients(self, participation: Participation) -> str:

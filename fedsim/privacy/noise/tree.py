@@ -28,7 +28,6 @@ class Tree(Correlated):
     """
 
     name: ClassVar[str] = "tree"
-    local: ClassVar[bool] = True
     form: ClassVar[str] = "the number of rounds of a tree"
 
     def best_coefficients(self, participation: Participation) -> str:

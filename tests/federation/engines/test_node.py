@@ -154,7 +154,7 @@ def test_a_node_has_the_noise_and_the_release_of_the_server(resolved, monkeypatc
     config = config.replace(**{"partition.alpha": 5.0, "partition.max-examples": 0})
     server = resolve(config)
     node = resolve_node(server.config if resolved else config, client=1)
-    node_noise, noise = node.trainer.privacy.step_noise, server.trainer.privacy.step_noise
+    node_noise, noise = node.trainer.privacy.noise, server.trainer.privacy.noise
     assert node_noise.multiplier == noise.multiplier > 0
     assert node.plan == server.plan
     assert node.release == server.release
