@@ -40,11 +40,6 @@ def test_a_variable_says_what_it_is():
     assert sum(name in VAGUE for name in names) < 0.01 * len(names)
 
 
-def test_no_file_of_the_package_is_longer_than_400_lines():
-    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "fedsim").rglob("*.py")}
-    assert {path.name: length for path, length in lengths.items() if length > 400} == {}
-
-
 # What they read is no user's: fedsim's own files, and the system's.
 OWN_FILES = {
     "fedsim/audit/outside/audit.py",
