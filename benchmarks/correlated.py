@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.memory import resident
 
-NOISES = ("independent", "lambda-cgd", "bisr", "banded-4", "banded-16", "blt", "tree")
+NOISES = ("independent", "lambda-cgd", "banded-4", "banded-16", "blt", "tree")
 ROUNDS = 40
 
 

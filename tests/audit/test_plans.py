@@ -16,7 +16,6 @@ from fedsim.mechanisms import Clipping
 from fedsim.privacy.laws import Participation
 from fedsim.privacy.noise import Independent, Noise, NoiseDraws
 from fedsim.privacy.noise.banded import Banded
-from fedsim.privacy.noise.bisr import BISR
 from fedsim.privacy.noise.blt import BLT
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
 from fedsim.privacy.noise.tree import Tree
@@ -52,7 +51,6 @@ def checked(noise: Noise, cohort: Cohort = GROUPS) -> Verdict:
         (Banded(2.0), CyclicCohort(3, 1.0, population=120)),
         (Banded(2.0, bands=6), APART),
         (BLT(2.0), GROUPS),
-        (BISR(2.0), APART),
         (LambdaCGD(2.0), GROUPS),
         (Tree(2.0), APART),
         (LambdaCGD(2.0, coefficients="0.4"), FullCohort(40)),

@@ -311,7 +311,7 @@ def test_kinds_of_noise_are_compared_at_one_epsilon(tmp_path, monkeypatch) -> No
     config.write_text(text + 'target-epsilon = 3.0\nname = "blt"\n')
     shown = ask(str(config), "--noises", "--picture", str(picture))
     rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.split()}
-    assert set(rows) >= {"independent", "banded", "blt", "bisr", "lambda-cgd", "tree"}
+    assert set(rows) >= {"independent", "banded", "blt", "lambda-cgd", "tree"}
     # Independent noise costs one Poisson-sampled Gaussian a turn of all groups.
     z = calibrate(
         target_epsilon=3.0, cohort=CyclicCohort(8, 0.5, population=200), rounds=40, delta=1e-4
@@ -319,7 +319,7 @@ def test_kinds_of_noise_are_compared_at_one_epsilon(tmp_path, monkeypatch) -> No
     error = z * math.sqrt(41 / 2)
     assert float(rows["independent"][1]) == pytest.approx(error, rel=1e-3)
     assert rows["banded"][4] == rows["tree"][4] == "yes"
-    assert rows["blt"][4] == rows["bisr"][4] == "no"
+    assert rows["blt"][4] == rows["lambda-cgd"][4] == "no"
     assert float(rows["banded"][1]) < float(rows["tree"][1]) < error
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FedsimError, match=r"must be a \.toml"):

@@ -12,7 +12,7 @@ from fedsim.privacy import Law
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.privacy.losses import SampledGaussian
 from fedsim.privacy.noise import Noise
-from fedsim.privacy.noise.bisr import BISR
+from fedsim.privacy.noise.blt import BLT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Loud(Noise):
 
 
 @dataclass(frozen=True)
-class Cancelling(BISR):
+class Cancelling(BLT):
     """Noise that is correlated, with coefficients to find, under a name of its own."""
 
     name: ClassVar[str] = "cancelling"

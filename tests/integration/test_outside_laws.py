@@ -150,6 +150,6 @@ def test_correlated_noise_of_an_outside_file_costs_what_fedsims_own_of_its_kind_
         fedsim("run", tmp_path / "empty.toml", "--out", out, *changes)
         return json.loads(fedsim("privacy", out, "--json"))[0]["epsilon"]
 
-    assert epsilon_of("outside_laws:Cancelling", "noise.options.draws=2") == epsilon_of(
-        "bisr", "noise.draws=2"
+    assert epsilon_of("outside_laws:Cancelling", "noise.options.buffers=1") == epsilon_of(
+        "blt", "noise.buffers=1"
     )

@@ -18,7 +18,6 @@ from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.laws.poisson import Poisson
 from fedsim.privacy.noise import Correlated, NoiseDraws
 from fedsim.privacy.noise.banded import Banded
-from fedsim.privacy.noise.bisr import BISR
 from fedsim.privacy.noise.blt import BLT
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
 from fedsim.privacy.noise.tree import Tree
@@ -31,7 +30,7 @@ ROOT_10 = " ".join(
     str(float(number))
     for number in np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, 10))])
 )
-FAMILIES = [Banded, BLT, BISR, LambdaCGD, Tree]
+FAMILIES = [Banded, BLT, LambdaCGD, Tree]
 
 
 def errors(noise: Correlated) -> tuple[float, float]:
@@ -58,8 +57,6 @@ def errors(noise: Correlated) -> tuple[float, float]:
         (Banded(1.0, bands=16), ONCE_1000, 6.278162, 8.566790),
         (Banded(1.0, bands=32), ONCE_1000, 4.910722, 6.525263),
         (Banded(1.0, bands=100), ONCE_1000, 3.659600, 4.567558),
-        (BISR(1.0, draws=100), ONCE_100, 2.370658, 2.531352),
-        (BISR(1.0, draws=1000), ONCE_1000, 3.102239, 3.265003),
         (Tree(1.0), ONCE_100, 3.733668, 5.154460),
         (Tree(1.0), ONCE_1000, 5.357328, 7.281738),
         (Banded(1.0, bands=1), TEN_100, 22.472205, 31.622777),
@@ -73,14 +70,6 @@ def errors(noise: Correlated) -> tuple[float, float]:
         (Banded(1.0, bands=100), TEN_1000, 11.572671, 14.443887),
         (Tree(1.0), TEN_100, 16.275017, 22.836896),
         (Tree(1.0), TEN_1000, 25.261491, 35.541031),
-        (BISR(1.0, draws=2), TEN_100, 13.365892, None),
-        (BISR(1.0, draws=8), TEN_100, 10.089923, None),
-        (BISR(1.0, draws=2), TEN_1000, 40.967467, None),
-        (BISR(1.0, draws=8), TEN_1000, 20.916707, None),
-        (BISR(1.0, draws=100), TEN_1000, 12.703183, None),
-        (BISR(1.0, draws=100), TEN_100, 13.013974, 13.896120),
-        (BISR(1.0, draws=1000), TEN_1000, 15.716159, 16.540733),
-        (BISR(1.0, draws=10), TEN_100, 10.307510, None),
         (LambdaCGD(1.0), TEN_100, 10.014565, 12.962382),
         (LambdaCGD(1.0), TEN_1000, 15.248623, 18.828057),
     ],
@@ -132,7 +121,6 @@ def test_a_series_that_increases_has_an_upper_bound() -> None:
     ("noise", "plan", "base", "more"),
     [
         (Banded(1.0, bands=3), Participation(8, 3), 1.707572, 1.909358),
-        (BISR(1.0, draws=8), Participation(8, 2), 3.571933, 4.033692),
         (LambdaCGD(1.0, coefficients="0.8"), Participation(8, 3), 3.449250, 3.878777),
     ],
 )
@@ -182,8 +170,6 @@ def streamed(noise: Correlated, rounds: int, draws: dict[tuple[int, int], torch.
         Banded(1.0, bands=7),
         Banded(1.0, bands=1),
         BLT(1.0),
-        BISR(1.0),
-        BISR(1.0, draws=1),
         LambdaCGD(1.0),
     ],
     ids=lambda noise: str(noise)[:30],
@@ -233,15 +219,13 @@ def test_invariants_of_families(family, rounds, separation) -> None:
     plan = Participation(rounds, separation)
     noise = family(2.0).fitted(plan)
     # What config.toml says gives the same noise.
-    assert family(2.0, coefficients=noise.coefficients).fitted(plan) == replace(
-        noise, **({} if family is not BISR else {"draws": 0})
-    )
+    assert family(2.0, coefficients=noise.coefficients).fitted(plan) == noise
     prefixes = [noise.sensitivity(plan.first(t)) for t in range(1, rounds + 1)]
     assert all(b >= a * (1 - 1e-12) for a, b in pairwise(prefixes))
     assert noise.sensitivity(plan) >= math.sqrt(plan.participations) * (1 - 1e-12)
     assert noise.repeat_sensitivity(plan) >= 1
     independent = Banded(2.0, bands=1).fitted(plan)
-    if family in (Banded, LambdaCGD, BISR):
+    if family in (Banded, LambdaCGD):
         assert noise.error(1.0) <= independent.error(1.0) * (1 + 1e-9)
     assert noise.error(1.0) * 2.0 / noise.sensitivity(plan) == pytest.approx(noise.error())
 
@@ -253,7 +237,6 @@ def test_invariants_of_families(family, rounds, separation) -> None:
         (Banded(1.0), [0.7370, 1.1994, 1.4508, 1.7601, 2.9432, 4.2263, 4.3772]),
         (BLT(1.0, buffers=1), [0.6734, 1.0293, 1.3221, 1.6307, 2.8874, 4.2287, 4.3772]),
         (LambdaCGD(1.0), [0.6280, 1.0797, 1.3252, 1.6739, 2.9066, 4.2124, 4.3772]),
-        (BISR(1.0, draws=100), [0.3948, 0.5424, 0.7414, 0.9422, 2.1626, 4.0349, 4.3772]),
     ],
 )
 def test_fewer_rounds_that_were_planned_cost_what_their_rows_do(noise, expected) -> None:
@@ -315,7 +298,7 @@ def test_what_couples_more_rounds_than_a_group_is_not_amplified() -> None:
 
     groups = Cyclic(5, 0.3, population=1000)
     assert rate(groups, Banded(1.0, bands=5)) == rate(groups, Tree(1.0)) == 0.3
-    for noise in (Banded(1.0, bands=6), BLT(1.0), BISR(1.0, draws=2), LambdaCGD(1.0)):
+    for noise in (Banded(1.0, bands=6), BLT(1.0), LambdaCGD(1.0)):
         assert rate(groups, noise) == 1
     assert rate(Poisson(0.3, 1000), Banded(1.0, bands=3)) == 1
     assert rate(Full(1000), Banded(1.0, bands=3)) == 1
@@ -329,7 +312,6 @@ def test_what_couples_more_rounds_than_a_group_is_not_amplified() -> None:
         (Banded(1.0, bands=3, coefficients="1 .5"), "has 2 numbers"),
         (BLT(1.0, coefficients=".9 .3 .2"), "pairs of a buffer's decay and weight"),
         (BLT(1.0, coefficients=".9 .7 .5 .7"), "weights together at most 1"),
-        (BISR(1.0, coefficients="1 .7 .7"), "together at most 1"),
         (Tree(1.0, coefficients="6"), "it must be at most 5"),
         (Tree(1.0, coefficients="many"), "the number of rounds of a tree"),
         (LambdaCGD(1.0, coefficients="x"), "lambda, a number from 0 to 1"),

@@ -49,7 +49,7 @@ def model(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.spanning
-@pytest.mark.parametrize("noise", ["banded", "blt", "bisr", "lambda-cgd", "tree"])
+@pytest.mark.parametrize("noise", ["banded", "blt", "lambda-cgd", "tree"])
 @pytest.mark.parametrize("finished", [True, False])
 def test_an_extended_run_is_the_run_that_was_planned_longer(noise, finished, tmp_path) -> None:
     config = CONFIG.replace(**{"noise.name": noise})

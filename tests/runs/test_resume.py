@@ -102,7 +102,6 @@ CASES: dict[str, dict[str, Any]] = {
     "banded noise, amplified": {**GROUPS, "noise.name": "banded"},
     "banded noise": {**APART, "noise.name": "banded", "noise.bands": 4},
     "buffered noise": {**GROUPS, "noise.name": "blt"},
-    "an inverse square root": {**APART, "noise.name": "bisr", "noise.draws": 3},
     "lambda-CGD": {**GROUPS, "noise.name": "lambda-cgd", "noise.hardened": False},
     "a tree": {**GROUPS, "noise.name": "tree"},
     "a target for a plan": {
