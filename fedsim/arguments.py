@@ -165,7 +165,10 @@ def check_arguments(function: F) -> F:
         if parameter.annotation is parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
             return _ANY_VALUE
         scope = getattr(inspect.unwrap(function), "__globals__", {})
-        return expected(resolved(parameter.annotation, scope))
+        try:
+            return expected(resolved(parameter.annotation, scope))
+        except NameError:  # a type that is imported for type checkers only
+            return _ANY_VALUE
 
     @functools.wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:

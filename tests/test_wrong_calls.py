@@ -16,7 +16,7 @@ from fedsim import clients as algorithms
 from fedsim import cohorts, engines, privacy, strategies, training
 from fedsim import mechanisms as bounds
 from fedsim import partitions as parts_of
-from fedsim.arguments import explain_call
+from fedsim.arguments import check_arguments, explain_call
 from fedsim.datasets import dataset_of
 from fedsim.errors import FedsimError
 from fedsim.privacy.plan import ReleasePlan
@@ -453,6 +453,16 @@ VALUES = [
 STARTS_PROCESSES = {"RayGrid"}
 CALLED_EACH_STEP = {"call_with", "LazyArray"}
 """What trainers and grids call for each step and message, with what is theirs."""
+
+
+def test_a_type_that_only_type_checkers_import_is_not_checked() -> None:
+    @check_arguments
+    def function(first: int, other: OnlyForTypeCheckers) -> int:  # type: ignore[name-defined]  # noqa: F821
+        return first
+
+    assert function(3, object()) == 3
+    with pytest.raises(FedsimError, match="first is 'x'"):
+        function("x", object())
 
 
 def test_an_error_in_the_body_of_a_constructor_stays_its_own() -> None:
