@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
@@ -27,7 +27,7 @@ from fedsim.cli.privacy_question import (
     with_sampling,
 )
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff, tradeoff
+from fedsim.privacy import Accountant, Answer, Ledger, Question, TradeOff, tradeoff
 from fedsim.privacy.claims import Stopping
 from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import History
@@ -81,9 +81,6 @@ def privacy(
     picture: Annotated[
         Path | None, _plan("With --noises: also draw their errors.", metavar="PNG")
     ] = None,
-    prv: Annotated[
-        bool, _plan("Also ask Opacus's PRV accountant; it takes seconds to load.", "--prv")
-    ] = False,
     sampling: Annotated[str | None, _sampling(f"{', '.join(simple_laws())}.")] = None,
     rate: Annotated[float | None, _sampling("Poisson: the probability of being sampled.")] = None,
     size: Annotated[int | None, _sampling("Fixed: how many are sampled.")] = None,
@@ -186,7 +183,7 @@ def privacy(
     )
     asks = (rounds, max_epsilon, target_epsilon, over)
     if contents.ledger is not None and all(value is None for value in asks):
-        _show_spent(contents, contents.ledger, question.delta, as_json, prv, group)
+        _show_spent(contents, contents.ledger, question.delta, as_json, group)
         return
     if as_json:
         raise FedsimError(
@@ -197,12 +194,12 @@ def privacy(
     if over is not None:
         key, values = parse_axis(over)
         answers = [along(question, key, value).answer() for value in values]
-        console.print(_over_table(question, key, answers, prv))
+        console.print(_over_table(question, key, answers))
         largest = max((answer.question for answer in answers), key=attrgetter("delta"))
         _print_warning(console, contents.large_delta(largest))
         return
     answer = question.answer()
-    console.print(_answer_table(answer, prv))
+    console.print(_answer_table(answer))
     _print_warning(console, contents.large_delta(question))
     _print_further(console, contents, answer, group, extrapolated=rounds is None)
 
@@ -234,7 +231,7 @@ def _print_further(
 
 
 def _show_spent(
-    contents: Source, ledger: Ledger, delta: float, as_json: bool, prv: bool, group: int | None
+    contents: Source, ledger: Ledger, delta: float, as_json: bool, group: int | None
 ) -> None:
     """Print the statements of a run's ledgers, and a table of epsilon over rounds."""
     statements = contents.ledgers.statements
@@ -249,9 +246,6 @@ def _show_spent(
         if statement.private and statement.cost.releases:
             console.print(_tradeoff_table(statement.tradeoff))
     console.print(_history_table(ledger, delta, contents.question.stopping))
-    if prv:
-        opinion = _prv_epsilon([entry.event for entry in ledger.charged], delta)
-        console.print(f"Opacus's PRV accountant: {opinion}.")
 
 
 def _make_key(path: Path) -> None:
@@ -284,7 +278,7 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_j
         raise typer.Exit(1)
 
 
-def _answer_table(answer: Answer, prv: bool) -> Table:
+def _answer_table(answer: Answer) -> Table:
     """Table with the answer first, then the values that it follows from."""
     question, cost = answer.question, answer.cost
     rows = {
@@ -310,8 +304,6 @@ def _answer_table(answer: Answer, prv: bool) -> Table:
         table.add_row("releases before", f"{Accountant(question.past).releases:,}")
     table.add_row("accounted by", _METHODS[cost.method])
     table.add_row("Rényi accounting says", _number(cost.rdp_epsilon))
-    if prv:
-        table.add_row("Opacus's PRV accountant says", _prv_epsilon(answer.events, question.delta))
     if cost.poisson_epsilon is not None:
         table.add_row("Poisson would cost", f"{_number(cost.poisson_epsilon)} (add-remove)")
     if question.simulated:
@@ -319,13 +311,6 @@ def _answer_table(answer: Answer, prv: bool) -> Table:
     if question.past and question.asks == "noise multiplier":
         table.add_row("", "chosen after releases, therefore by Rényi accounting")
     return table
-
-
-def _prv_epsilon(events: Iterable[Event], delta: float) -> str:
-    epsilon = Accountant(events).prv_epsilon(delta)
-    if epsilon is None:
-        return "no figure: it takes Poisson-sampled Gaussians only"
-    return f"{_number(epsilon)} at most"
 
 
 _METHODS = {
@@ -336,7 +321,7 @@ _METHODS = {
 }
 
 
-def _over_table(question: Question, key: str, answers: list[Answer], prv: bool) -> Table:
+def _over_table(question: Question, key: str, answers: list[Answer]) -> Table:
     """One row per answer; the varied key is the first column."""
     headings = {"target_epsilon": "target", "max_epsilon": "budget"}
 
@@ -351,8 +336,6 @@ def _over_table(question: Question, key: str, answers: list[Answer], prv: bool) 
         "epsilon": lambda answer: _number(answer.cost.epsilon),
         "epsilon by RDP": lambda answer: _number(answer.cost.rdp_epsilon),
     }
-    if prv:
-        cells["epsilon by PRV"] = lambda answer: _prv_epsilon(answer.events, question.delta)
     table = Table(title=f"{question.level} level, {answers[0].cost.adjacency}")
     for name in cells:
         table.add_column(name, justify="right")

@@ -40,8 +40,6 @@ LEAST_NOISE, MOST_NOISE = 1e-6, 1e8
 MOST_EXACT = 100
 # The limit for Rényi curves is lower, since dp-accounting takes about 0.1 s for each.
 MOST_EXACT_RDP = 10
-PRV_ERROR = 0.01
-"""Most by which Opacus's epsilon may exceed the true one."""
 
 
 @dataclass(frozen=True)
@@ -218,45 +216,6 @@ class Accountant:
         total = self.copy()
         total.add(event)
         return total.epsilon(delta) > max_epsilon
-
-    def prv_epsilon(self, delta: float) -> float | None:
-        """Epsilon by Opacus's accountant of privacy random variables, as a check; loads torch.
-
-        fedsim composes loss distributions that are rounded up to a grid; Opacus convolves
-        discretised privacy random variables and adds a margin of error (Gopi, Lee & Wutschitz
-        2021). The two implementations share no code, and should agree within that margin.
-
-        Returns
-        -------
-        float or None
-            An upper bound; None where it does not apply: without a guarantee, and for anything
-            other than Poisson-sampled Gaussians.
-
-        Raises
-        ------
-        FedsimError
-            If Opacus cannot compose these events.
-        """
-        check_delta(delta)
-        pairs = self._pairs() if self.private else None
-        history = []
-        for (removed, _), count in (pairs or {}).items():
-            if not isinstance(removed, SampledGaussian):
-                return None
-            history.append((removed.noise_multiplier, removed.rate, count))
-        if not history:
-            return None if pairs is None else 0.0
-        from opacus.accountants.prv import PRVAccountant
-
-        accountant = PRVAccountant()
-        accountant.history = history
-        try:
-            with np.errstate(all="ignore"):  # log(1 - rate) where the rate is 1
-                return float(accountant.get_epsilon(delta, eps_error=PRV_ERROR))
-        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
-            raise FedsimError(
-                f"--prv: Opacus's PRV accountant fails on these releases ({error}); leave it out."
-            ) from None
 
     def _rdp(self) -> Array:
         total = gaussian_rdp(self.mu)

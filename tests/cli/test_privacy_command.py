@@ -126,15 +126,6 @@ def test_two_of_noise_rounds_and_epsilon_determine_the_third():
     )
 
 
-def test_opacus_prv_accountant_stands_beside_when_asked():
-    plan = ("--rate", "0.1", "--rounds", "50", "-z", "2")
-    assert "PRV" not in ask(*plan)
-    said = ask(*plan, "--prv")
-    upper = answer(said, "Opacus's PRV accountant says")
-    assert answer(said, "epsilon") <= upper <= answer(said, "epsilon") + 0.011
-    assert "epsilon by PRV" in ask(*plan, "--prv", "--over", "rounds=10")
-
-
 def test_a_fixed_size_is_accounted_for_replacement_beside_poisson():
     said = ask(
         "--sampling", "fixed", "--size", "300", "--population", "3000", "--rounds", "100",
