@@ -121,6 +121,14 @@ def closest_key(table: str, key: str, keys: Sequence[str]) -> str:
     return f" did you mean {' or '.join(synonyms)}?" if synonyms else ""
 
 
+def keys_like(word: str, known: Sequence[str]) -> list[str]:
+    """The dotted keys that a word without a table may mean, likeliest first; none if unknown."""
+    plain = word.lower().replace("_", "-")
+    meant = [key.partition(" ")[0] for key in KEYS.get(plain, ())]
+    same = [key for key in known if plain in (key, key.rpartition(".")[2])]
+    return [key for key in dict.fromkeys([*meant, *same]) if key in known][:3]
+
+
 def closest_argument(name: str, names: Sequence[str]) -> str:
     """A "did you mean" question for an unknown argument of a function; empty if none is close."""
     by_key = {known.replace("_", "-"): known for known in names}

@@ -13,6 +13,7 @@ from experiments.framework.config_runs import ConfigRuns
 from fedsim import allowed_code, regular_files
 from fedsim.config import RunConfig, Scalar
 from fedsim.errors import FedsimError
+from fedsim.synonyms import closest
 
 KINDS = {
     "quadratic": "experiments.das.quadratic:Quadratic",
@@ -48,9 +49,10 @@ def find(name: str) -> Path:
     if (directory / "experiment.toml").is_file():
         return directory
     if name not in known:
+        hint = closest("experiment", name, known)
         raise FedsimError(
-            f"there is no experiment '{name}'; it must be one of {', '.join(sorted(known))}, or a "
-            "directory with an experiment.toml."
+            f"there is no experiment '{name}';{hint} must be one of {', '.join(sorted(known))}, or "
+            "a directory with an experiment.toml."
         )
     return known[name]
 

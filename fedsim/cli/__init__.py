@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from click import Command
+    from click.exceptions import ClickException
 
 __all__ = ["main"]
 
@@ -80,5 +81,26 @@ def _command(arguments: Sequence[str]) -> int:
         # Both typer and click append a suggestion of similar names: keep one of equal sentences.
         sentences = dict.fromkeys(re.split(r"(?<=[.?]) ", error.format_message()))
         message = re.sub(r"(?<![.?])$", ".", " ".join(sentences))
-        raise FedsimError(message + hint) from None
+        raise FedsimError(_in_terms_of_keys(error, message) + hint) from None
     return status if isinstance(status, int) else 0
+
+
+def _in_terms_of_keys(error: ClickException, message: str) -> str:
+    """The message for an unknown option of a command that has --set, if it is a config's key."""
+    from click.exceptions import NoSuchOption
+
+    if not isinstance(error, NoSuchOption) or error.ctx is None:
+        return message
+    if not any("--set" in parameter.opts for parameter in error.ctx.command.params):
+        return message
+    from fedsim.config.describe import keys
+    from fedsim.synonyms import keys_like
+
+    option = error.option_name.lstrip("-")
+    if option in ("run-config", "federation-config", "config"):  # Flower's and others'
+        return f"No such option '{error.option_name}'. Did you mean '--set KEY=VALUE'?"
+    known = [key.name for key in keys()]
+    if like := keys_like(option, known):
+        sets = " or ".join(f"--set {key}=VALUE" for key in like)
+        return f"No such option '{error.option_name}'. Did you mean {sets}?"
+    return message

@@ -31,7 +31,7 @@ from fedsim.config.describe import (
 from fedsim.config.release_keys import keys_outside_release
 from fedsim.errors import FedsimError
 from fedsim.privacy.durable import create
-from fedsim.synonyms import KEYS, NAMES
+from fedsim.synonyms import KEYS, NAMES, closest
 
 INDENT = "    "
 NARROWEST_TEXT = 30  # columns of a description beside its key and default
@@ -59,7 +59,8 @@ def list_(
     A class or function of your own is named `module:name` in the same places.
     """
     if kind is not None and kind not in registry.KINDS:
-        raise FedsimError(f"KIND is '{kind}'; it must be {', '.join(registry.KINDS)}.")
+        hint = closest("", kind, registry.KINDS)
+        raise FedsimError(f"KIND is '{kind}';{hint} must be {', '.join(registry.KINDS)}.")
     table = Table(box=None, pad_edge=False, show_header=False)
     for name in [kind] if kind else registry.KINDS:
         for choice, line in choices_of(name):

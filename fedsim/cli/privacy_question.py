@@ -27,6 +27,7 @@ from fedsim.privacy.events import law_named, simple_laws
 from fedsim.privacy.laws.correlated import ExtendedLaw
 from fedsim.privacy.plan import of_user
 from fedsim.runs.run_ledgers import RunLedgers, delta_of
+from fedsim.synonyms import closest
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
     if source.suffix == ".toml":
         return _of_config(with_best_groups(RunConfig.load(source, overrides)))
     if not source.is_dir():
+        if not source.exists() and not archived(source):
+            raise FedsimError(
+                f"there is no file or folder {source}; SOURCE must be a config, a ledger, or a "
+                "directory of a run or of clients' ledgers."
+            )
         ledger = Ledger.read(source)
         config = source.parent / "config.toml"
         if delta is None:
@@ -265,7 +271,8 @@ def with_plan(question: Question, changes: dict[str, Any]) -> Question:
 def one_of(option: str, value: str, *allowed: str) -> Any:
     """Return ``value``, or raise FedsimError if it is not allowed."""
     if value not in allowed:
-        raise FedsimError(f"{option} is {value!r}; it must be {', '.join(allowed)}.")
+        hint = closest("", value, allowed)
+        raise FedsimError(f"{option} is {value!r};{hint} must be {', '.join(allowed)}.")
     return value
 
 

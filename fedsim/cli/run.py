@@ -14,6 +14,7 @@ from fedsim.cli.console import JsonLines, Output, Overrides, config_in
 from fedsim.config import RunConfig
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
+from fedsim.synonyms import closest
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -127,7 +128,8 @@ def run(
 def _log_from(level: str) -> None:
     """Show fedsim's log messages of this level and above."""
     if level not in _LEVELS:
-        raise FedsimError(f"--log-level is {level}; it must be {', '.join(_LEVELS)}.")
+        hint = closest("", level, _LEVELS)
+        raise FedsimError(f"--log-level is {level};{hint} must be {', '.join(_LEVELS)}.")
     log = logging.getLogger("fedsim")
     log.setLevel(level.upper())
     if level != "warning" and not log.handlers:

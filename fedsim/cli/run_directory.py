@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fedsim.cli.console import Output, check_out
 from fedsim.errors import FedsimError
+from fedsim.synonyms import closest
 
 RUN = Annotated[Path, typer.Argument(help="A run's directory.")]
 BEST = Annotated[
@@ -86,7 +87,9 @@ def export(
     from fedsim.runs.saved import load
 
     if to and to not in (*FORMATS, PEFT):
-        raise FedsimError(f"--to is '{to}'; it must be one of {', '.join((*FORMATS, PEFT))}.")
+        formats = (*FORMATS, PEFT)
+        hint = closest("", to, formats)
+        raise FedsimError(f"--to is '{to}';{hint} must be one of {', '.join(formats)}.")
     saved = load(run, best=best, merge=merge)
     console = Output()
     if public:

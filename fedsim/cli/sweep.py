@@ -214,14 +214,11 @@ def _select(
 
 
 def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
-    """Refuse a directory that has result files but no run of this sweep."""
-    names = ("sweep.csv", "sweep-seeds.csv", "sweep.png")
-    existing = [name for name in names if (where / name).exists()]
-    if existing and not any((where / member.label).exists() for member in grid):
-        raise FedsimError(
-            f"--out {where} holds {' and '.join(existing)} but no run of this sweep: they would be "
-            "overwritten; choose another directory."
-        )
+    """Refuse a directory that is not empty and has no run of this sweep."""
+    from fedsim.runs.directory import refuse_foreign
+
+    if not any((where / member.label).exists() for member in grid):
+        refuse_foreign(where)
 
 
 def _run(

@@ -33,6 +33,7 @@ from fedsim.federation.private_metrics import PrivateEvaluation
 from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.round_report import Failures, empty_sum
 from fedsim.federation.strategy_checks import (
+    in_existing_folder,
     plan_of_keywords,
     refuse_keywords,
     refuse_shares,
@@ -196,7 +197,12 @@ evaluate_metrics_aggr_fn
         self.server_optimizer = server_optimizer
         self.alternation = clients.alternation
         if not isinstance(ledger, Ledger):
-            ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
+            ledger = Ledger(
+                in_existing_folder(ledger),
+                delta=delta,
+                max_epsilon=max_epsilon,
+                declared=plan.event(),
+            )
         self.ledger = ledger
         self._accounting = Accounting(
             plan=plan,

@@ -21,7 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 _ADVICE: Mapping[Reason, str] = {
     "missing": "the nodes may be down, or too slow",
-    "raised": "the clients' own logs say what was raised",
+    "raised": "the log, or that of the node, says what was raised",
     "budget": "client.noise.max-epsilon allows them no further round",
     "timeout": "engine.timeout may be too short",
     "malformed": "the clients may run another app, or train another model",

@@ -110,8 +110,8 @@ class ResumableStrategy(Strategy):
             ``first_round`` does not follow the last round of this strategy or of ``state``:
             momentum, bounds and budget would start from the beginning.
         """
-        if num_rounds < 0:
-            raise FedsimError(f"num_rounds is {num_rounds}; it must be at least 0.")
+        if num_rounds < 1:
+            raise FedsimError(f"num_rounds is {num_rounds}; it must be at least 1.")
         if not timeout > 0:
             raise FedsimError(f"timeout is {timeout}; it must be above 0 seconds.")
         arrays = tensors(initial_arrays)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +60,22 @@ def refuse_keywords(strategy: Callable[..., Any], keywords: Mapping[str, object]
                 f"{name} = {value!r} is not an argument of DPFedAvg; use {_INSTEAD[name]}."
             )
         raise unknown_argument(strategy, name)
+
+
+def in_existing_folder(ledger: str | PathLike[str] | None) -> Path | None:
+    """A ledger's path; refused if its folder does not exist, where earlier releases cannot be.
+
+    Raises
+    ------
+    FedsimError
+    """
+    path = None if ledger is None else Path(ledger)
+    if path is not None and not path.parent.is_dir():
+        raise FedsimError(
+            f"ledger is '{path}', and there is no folder {path.parent}; it must be a file in a "
+            "folder that exists."
+        )
+    return path
 
 
 def plan_of_keywords(

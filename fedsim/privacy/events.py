@@ -19,6 +19,7 @@ from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.laws.sampler import Sampler
 from fedsim.privacy.records import read_record, to_json
 from fedsim.settings import Ge, check_settings
+from fedsim.synonyms import closest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,10 @@ def law_named(name: str) -> type[Law]:
         If fedsim has no law of this name.
     """
     if name not in shipped_laws():
-        raise FedsimError(f"sampling is {name!r}; it must be one of {', '.join(shipped_laws())}.")
+        hint = closest("cohort", name, shipped_laws())
+        raise FedsimError(
+            f"sampling is {name!r};{hint} must be one of {', '.join(shipped_laws())}."
+        )
     return shipped_laws()[name]
 
 

@@ -22,6 +22,7 @@ from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import Row, subject
 from fedsim.runs.resolve import Resolved
 from fedsim.runs.run_ledgers import Ending, EndState
+from fedsim.synonyms import closest
 
 _log = logging.getLogger("fedsim")
 
@@ -263,14 +264,14 @@ class Measure:
             names.pop(examples, None)
         columns = {f"{kind}-{name}": evaluated[name] for kind in names for name in names[kind]}
         if column not in columns:
-            allowed = ", ".join(columns) or "unset without data.validation and evaluate.every"
-            of_clients = (
-                config.protects
-                * " (of clients' data it must have noise, evaluate.private, in a private run)"
-            )
-            test = "; test examples must not choose anything; data.validation holds out others"
-            test *= column.startswith("test-")
-            raise FedsimError(f"{key} = '{column}'; it must be {allowed}{of_clients}{test}.")
+            hint = closest("measure", column, columns)
+            allowed = ", ".join(columns) or _to_have_columns(resolved)
+            notes = ""
+            if config.protects:
+                notes += "; in a private run, what is of clients' data needs evaluate.private"
+            if column.startswith("test-"):
+                notes += "; test examples must not choose anything: set data.validation"
+            raise FedsimError(f"{key} = '{column}';{hint} must be {allowed}{notes}.")
         if columns[column] is None:
             raise FedsimError(
                 f"{key} = '{column}'; this metric of your own does not say which values are "
@@ -288,6 +289,20 @@ class Measure:
         if value is None or math.isnan(value):
             return False
         return best is None or self.score(value) > self.score(best)
+
+
+def _to_have_columns(resolved: Resolved) -> str:
+    """What must be set so that there is a column by which rounds can be compared."""
+    config = resolved.config
+    if "validation" in resolved.uncovered:
+        needed = [] if config.evaluate.clients_every else ["evaluate.clients-every = 1"]
+        kind, settings = "clients", [*needed, "evaluate.private = true"]
+    else:
+        needed = [] if config.data.validation else ["data.validation = 0.1"]
+        kind, settings = "validation", needed
+        settings += [] if config.evaluate.every else ["evaluate.every = 1"]
+    columns = ", ".join(f"{kind}-{name}" for name in ("loss", *resolved.trainer.metrics))
+    return f"{columns}, which {' and '.join(settings)} would give"
 
 
 class EarlyStopping(Callback):

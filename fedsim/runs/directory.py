@@ -111,8 +111,8 @@ class RunDirectory:
         ------
         FedsimError
             If it has a run and ``overwrite`` is False; if another run is writing to it; if it has
-            no marker but files named like a run's, which may be the user's; if it is a file, or its
-            name is not UTF-8.
+            no marker but other visible files, which may be the user's; if it is a file, or its name
+            is not UTF-8.
         """
         if re.search(r"[\ud800-\udfff]", str(self.path)):  # bytes that are not UTF-8
             raise FedsimError(
@@ -130,12 +130,8 @@ class RunDirectory:
                         f"{self.path} already holds a run; choose another --out, or --resume or "
                         "--overwrite it."
                     )
-            elif existing:
-                raise FedsimError(
-                    f"--out {self.path} holds {', '.join(existing)} but no run's marker "
-                    f"({self._lock.path.name}), so these may be your own files; choose another "
-                    "directory."
-                )
+            else:
+                refuse_foreign(self.path)
 
     def holds_run(self) -> bool:
         """Whether there is a run here that can be resumed; touches nothing.
@@ -362,6 +358,26 @@ class RunDirectory:
                 f"--out {self.path} cannot be used ({error.strerror}); it must be a directory that "
                 "can be written to."
             ) from None
+
+
+def refuse_foreign(out: Path) -> None:
+    """Refuse a directory that is not empty and nothing of fedsim's, so that nothing is mixed in.
+
+    Hidden files do not count: the system makes some.
+
+    Raises
+    ------
+    FedsimError
+    """
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    visible = [name for name in names if not name.startswith(".")]
+    if visible:
+        more = f" and {len(visible) - 3} more" if len(visible) > 3 else ""
+        raise FedsimError(
+            f"--out {out} holds {', '.join(visible[:3])}{more} but no run's marker "
+            f"({regular_files.RUN_MARKER}), so these may be your own files; choose a new or an "
+            "empty directory."
+        )
 
 
 def last_run(runs: Path, name: str) -> RunDirectory | None:

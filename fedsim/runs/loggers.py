@@ -8,6 +8,7 @@ from fedsim import extras
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.synonyms import closest
 
 
 class TensorBoard(Callback):
@@ -146,6 +147,7 @@ def loggers(to: str) -> dict[str, Callback]:
     names = [name.strip() for name in to.split(",") if name.strip()]
     for name in names:
         if name not in LOGGERS:
-            raise FedsimError(f"log.to = '{to}'; it must be of {', '.join(LOGGERS)}.")
+            hint = closest("logger", name, LOGGERS)
+            raise FedsimError(f"log.to = '{to}';{hint} must be of {', '.join(LOGGERS)}.")
         extras.require(f"log.to = '{to}'", name)
     return {name: LOGGERS[name]() for name in names}

@@ -701,9 +701,34 @@ def test_a_name_is_suggested_once_and_a_file_is_no_run(refused: Callable[..., st
 
 def test_a_sweep_leaves_the_users_tables_alone(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "sweep.csv").write_text("mine")
-    assert "they would be overwritten" in refused(
-        "sweep", "c.toml", "--over", "seed=1", "--out", "."
-    )
+    told = refused("sweep", "c.toml", "--over", "seed=1", "--out", ".")
+    assert "--out . holds c.toml, sweep.csv but no run's marker" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("run c.toml --device cpu", "Did you mean --set engine.device=VALUE?"),
+        ("run c.toml --lr 1", "Did you mean --set client.lr=VALUE or --set server.lr=VALUE?"),
+        ("sweep c.toml --rounds 3", "Did you mean --set rounds=VALUE?"),
+        ("run c.toml --run-config rounds=3", "Did you mean '--set KEY=VALUE'?"),
+        ("run c.toml --log-level warn", "did you mean 'warning'? It must be debug,"),
+        ("run c.toml --set log.to=tensorbord", "did you mean 'tensorboard'? It must be of"),
+        ("config list modle", "did you mean 'model'? It must be data,"),
+        ("privacy --sampling poison --rounds 3 -z 1", "did you mean 'poisson'? It must be"),
+        ("experiment adaclp-mnist", "did you mean 'adaclip-mnist'? It must be one of"),
+        ("privacy nothere", "there is no file or folder nothere; SOURCE must be a config,"),
+        (
+            "run c.toml --set stop.metric=accuracy",
+            "stop.metric = 'accuracy'; it must be validation-loss, validation-accuracy, which "
+            "data.validation = 0.1 would give.",
+        ),
+    ],
+)
+def test_a_near_miss_says_what_was_meant(
+    line: str, sentence: str, refused: Callable[..., str]
+) -> None:
+    assert sentence in refused(*line.split())
 
 
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

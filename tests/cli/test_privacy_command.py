@@ -264,7 +264,7 @@ def test_a_runs_directory_is_read_with_its_own_delta(ledger, tmp_path):
         ),
         (["--set", "rounds=3"], "name the config first"),
         (["--picture", "a.png", "-z", "1", "--rounds", "1"], "what --noises compares"),
-        (["nowhere.jsonl"], "there is no ledger at nowhere.jsonl"),
+        (["nowhere.jsonl"], "there is no file or folder nowhere.jsonl"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )

@@ -142,8 +142,11 @@ PRIVATE = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "evaluate.clie
         *(
             ({}, {"evaluate.unprotected": True, "data.validation": 0.3, key: metric}, sentence)
             for key, sentence in (
-                ("stop.metric", r"stop\.metric = .*\(of clients' data it must have noise"),
-                ("checkpoint.best", r"checkpoint\.best = .*\(of clients' data it must have noise"),
+                ("stop.metric", r"stop\.metric = .*clients' data needs"),
+                (
+                    "checkpoint.best",
+                    r"checkpoint\.best = .*clients' data needs",
+                ),
             )
             for metric in ("validation-loss", "clients-loss")
         ),

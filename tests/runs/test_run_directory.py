@@ -105,11 +105,25 @@ def test_what_no_run_has_written_is_never_touched(
     assert files(tmp_path) == {name: "mine"}
 
 
-def test_a_run_fits_beside_files_that_have_other_names(tmp_path: Path) -> None:
+def test_a_run_is_not_mixed_into_a_directory_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with RunDirectory(tmp_path).claim("seed = 2\n"):
+    with pytest.raises(FedsimError, match=r"holds notes\.txt but no run's marker"):
+        RunDirectory(tmp_path).check_free(overwrite=True)
+    with (
+        pytest.raises(FedsimError, match="choose a new or an empty directory"),
+        RunDirectory(tmp_path).claim("seed = 2\n"),
+    ):
         pass
-    assert sorted(files(tmp_path)) == [MARKER, "config.toml", "notes.txt"]
+    assert files(tmp_path) == {"notes.txt": "mine"}
+
+
+def test_files_that_a_user_puts_beside_a_run_stay(tmp_path: Path) -> None:
+    (tmp_path / ".DS_Store").write_text("the system's")
+    with RunDirectory(tmp_path).claim("seed = 1\n"):
+        (tmp_path / "notes.txt").write_text("mine")
+    with RunDirectory(tmp_path).claim("seed = 2\n", overwrite=True):
+        pass
+    assert sorted(files(tmp_path)) == [".DS_Store", MARKER, "config.toml", "notes.txt"]
 
 
 def test_a_run_removes_what_a_killed_one_left_unfinished_and_no_other_file(tmp_path: Path) -> None:
@@ -188,10 +202,10 @@ def test_a_run_that_fails_before_it_begins_leaves_nothing(tmp_path: Path) -> Non
         Fingerprints(directory.path).code()  # makes the run's key
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".hidden").write_text("mine")
     with pytest.raises(KeyError), RunDirectory(tmp_path).claim("seed = 1\n"):
         raise KeyError
-    assert files(tmp_path) == {"notes.txt": "mine"}
+    assert files(tmp_path) == {".hidden": "mine"}
 
 
 @pytest.mark.parametrize("setting", [True, False])
