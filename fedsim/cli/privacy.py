@@ -32,7 +32,6 @@ from fedsim.privacy.claims import Stopping
 from fedsim.privacy.durable import archived
 from fedsim.privacy.entry import History
 from fedsim.privacy.events import simple_laws
-from fedsim.privacy.groups import group_cost
 from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
 
@@ -91,9 +90,6 @@ def privacy(
     level: Annotated[
         str | None,
         _sampling("Without SOURCE: client or example, whose data one row of a sum is."),
-    ] = None,
-    group: Annotated[
-        int | None, _sampling("Also state the guarantee for a person who owns so many clients.")
     ] = None,
     as_json: Annotated[bool, _ledger("Print the statements as JSON.", "--json")] = False,
     verify_: Annotated[
@@ -183,7 +179,7 @@ def privacy(
     )
     asks = (rounds, max_epsilon, target_epsilon, over)
     if contents.ledger is not None and all(value is None for value in asks):
-        _show_spent(contents, contents.ledger, question.delta, as_json, group)
+        _show_spent(contents, contents.ledger, question.delta, as_json)
         return
     if as_json:
         raise FedsimError(
@@ -201,7 +197,7 @@ def privacy(
     answer = question.answer()
     console.print(_answer_table(answer))
     _print_warning(console, contents.large_delta(question))
-    _print_further(console, contents, answer, group, extrapolated=rounds is None)
+    _print_further(console, contents, answer, extrapolated=rounds is None)
 
 
 def _print_warning(console: Output, warning: str) -> None:
@@ -210,19 +206,9 @@ def _print_warning(console: Output, warning: str) -> None:
 
 
 def _print_further(
-    console: Output, contents: Source, answer: Answer, group: int | None, *, extrapolated: bool
+    console: Output, contents: Source, answer: Answer, *, extrapolated: bool
 ) -> None:
-    """Print the notes after an answer: groups, extrapolation, declarations, trade-off curve."""
-    question = answer.question
-    if (owned := contents.group if group is None else group) != 1:
-        # As in `Statement.of_group`: a user's own sampler may draw rows of one owner together, so
-        # that the group's cost must be that of a chain of neighbours.
-        charged_entries = () if contents.ledger is None else contents.ledger.charged
-        chained = contents.declared_by_user or any(
-            entry.declared_by_user for entry in charged_entries
-        )
-        cost = group_cost(answer.events, owned, question.delta, chained=chained)
-        console.print(cost.sentence(question.level))
+    """Print the notes after an answer: extrapolation, declarations, trade-off curve."""
     figure = contents.extrapolated if extrapolated else None
     for sentence in ([] if figure is None else [figure.sentence()]) + list(contents.declared):
         console.print(sentence)
@@ -230,13 +216,9 @@ def _print_further(
         console.print(_tradeoff_table(tradeoff(answer.events)))
 
 
-def _show_spent(
-    contents: Source, ledger: Ledger, delta: float, as_json: bool, group: int | None
-) -> None:
+def _show_spent(contents: Source, ledger: Ledger, delta: float, as_json: bool) -> None:
     """Print the statements of a run's ledgers, and a table of epsilon over rounds."""
     statements = contents.ledgers.statements
-    if group is not None:
-        statements = [replace(statement, group=None).of_group(group) for statement in statements]
     if as_json:
         typer.echo(json.dumps([statement.to_dict() for statement in statements], indent=2))
         return

@@ -45,12 +45,8 @@ class Source:
         All ledgers that were read.
     extrapolated : Extrapolation or None
         For a config that simulates the noise of a larger cohort.
-    group : int
-        How many clients one person may own, according to the config.
     declared : tuple of str
         Sentences on the parts of the mechanism that the config's user declares.
-    declared_by_user : bool
-        Whether its sampler or noise is such a part.
     smallest : int or None
         Number of examples of the smallest client of a config, at example level.
     """
@@ -59,9 +55,7 @@ class Source:
     ledger: Ledger | None = None
     ledgers: RunLedgers = field(default_factory=RunLedgers)
     extrapolated: Extrapolation | None = None
-    group: int = 1
     declared: tuple[str, ...] = ()
-    declared_by_user: bool = False
     smallest: int | None = None
 
     def large_delta(self, question: Question) -> str:
@@ -104,19 +98,17 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 
 
 def _of_config(config: RunConfig) -> Source:
-    declared, by_user = set(), False
+    declared = set[str]()
     if config.private:
         plan = uncalibrated_plan(config, config.mechanism.make())
-        declared, by_user = {*plan.declared}, plan.declared_by_user
+        declared = {*plan.declared}
     if config.client.private and of_user(config.client.mechanism.make()):
         declared.add("bound")
     question, smallest = _planned(config)
     return Source(
         question,
         extrapolated=extrapolation(config, config.rounds),
-        group=config.privacy.group,
         declared=tuple(DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in declared),
-        declared_by_user=by_user,
         smallest=smallest,
     )
 

@@ -254,7 +254,7 @@ def declares_stops(flat: Mapping[str, Scalar]) -> bool:
 def with_config_figures(
     flat: Mapping[str, Scalar], statement: Statement, ledger: Path | None
 ) -> Statement:
-    """The server's statement with the config's figures (groups, larger cohort) and assumptions.
+    """The server's statement with the config's figures (larger cohort) and assumptions.
 
     The full config, which may be another version's, is read only if one of these needs it; its
     file is in the directory of the ``ledger``.
@@ -264,13 +264,12 @@ def with_config_figures(
     FedsimError
         If such a config cannot be read by this version.
     """
-    grouped = flat.get("privacy.group", 1) != 1
-    if not (grouped or flat.get("noise.cohort-size") or has_devices(flat)):
+    if not (flat.get("noise.cohort-size") or has_devices(flat)):
         return statement
     config = past_config((Path("") if ledger is None else ledger.parent) / "config.toml", flat)
     figure = extrapolation(config, statement.of_run + statement.stopping.rounds_left)
     note = _DEVICES if config.private and has_devices(flat) else statement.note
-    return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
+    return replace(statement, extrapolated=figure, note=note)
 
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:

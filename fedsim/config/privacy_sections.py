@@ -123,9 +123,6 @@ class SecAggSection(ConfigTable, table="secagg"):
 class PrivacySection(ConfigTable, table="privacy"):
     """What the privacy statement reports in addition to the guarantee of one client."""
 
-    group: Annotated[int, OUTSIDE_RELEASE, Ge(1), Le(1000)] = 1
-    """Group privacy: the most clients that one person owns. The statement adds the epsilon of such
-    a person; budgets and targets stay those of one client."""
     selection: Annotated[Literal["", "logarithmic", "geometric", "poisson"], OUTSIDE_RELEASE] = ""
     """Set by `fedsim sweep --select`, which publishes only the best of a random number of runs: the
     distribution of that number; empty for other runs."""

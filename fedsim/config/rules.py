@@ -219,13 +219,6 @@ def _secure_aggregation(c: RunConfig) -> Refusals:
 
 def _guarantee(c: RunConfig) -> Refusals:
     """What a guarantee, or the lack of one, excludes."""
-    clients = c.partition.clients
-    if c.privacy.group != 1 and not (c.private and c.privacy.group <= clients):
-        yield (
-            "privacy.group",
-            f"at most partition.clients = {clients}, and 1 in a run without client-level privacy, "
-            "on which the guarantee for an owner of several clients is based",
-        )
     if c.private and c.client.noise.target_epsilon is not None:
         yield (
             "client.noise.target-epsilon",

@@ -28,6 +28,7 @@ from fedsim.privacy.claims import Budget, worst_client
 from fedsim.privacy.client_ledgers import ClientLedgers
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Event
+from fedsim.privacy.groups import group_epsilon
 from fedsim.privacy.laws import Adjacency, Law, Level
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.noise import Independent
@@ -59,6 +60,7 @@ __all__ = [
     "claimed",
     "cost",
     "epsilon",
+    "group_epsilon",
     "rounds_within",
     "rounds_within_events",
     "tradeoff",

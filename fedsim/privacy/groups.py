@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, check_delta
 from fedsim.privacy.events import Event
@@ -21,47 +19,15 @@ FINEST, COARSEST = 1e-4, 0.02
 LARGEST = 1e3
 """The search for epsilon ends here: a larger one is no guarantee in practice."""
 
-GroupMethod = Literal["analytic", "pld", "chain", "none"]
 
-_METHODS: Mapping[GroupMethod, str] = {
-    "analytic": "the exact curve of a Gaussian with k times the sensitivity",
-    "pld": "loss distributions of Gaussian mixtures over how many of them take part",
-    "chain": "the general bound over k steps from neighbour to neighbour",
-}
-
-
-@dataclass(frozen=True)
-class GroupCost:
-    """(epsilon, delta) of groups of rows that are added or removed together.
-
-    Attributes
-    ----------
-    size : int
-        k, the largest number of rows of one owner.
-    epsilon, delta : float
-    method : "analytic", "pld", "chain" or "none"
-        Method of accounting; "none" where a release has no guarantee.
-    """
-
-    size: int
-    epsilon: float
-    delta: float
-    method: GroupMethod
-
-    def sentence(self, row: str = "client") -> str:
-        """The guarantee as a sentence of a statement."""
-        if self.method == "none" or math.isinf(self.epsilon):
-            return f"Owners of {self.size} {row}s: no guarantee."
-        return (
-            f"Owners of up to {self.size} {row}s: ({self.epsilon:.4g}, {self.delta:g})-"
-            f"differentially private for all of them together, by {_METHODS[self.method]}."
-        )
-
-
-def group_cost(
+@check_arguments
+def group_epsilon(
     events: Iterable[Event] | Accountant, size: int, delta: float, *, chained: bool = False
-) -> GroupCost:
-    """Privacy cost of a composition of events to a group of up to ``size`` rows.
+) -> float:
+    """Epsilon of a composition of events for an owner of up to ``size`` rows, for all together.
+
+    The events are those of a plan (``plan.event().over(rounds)``), or of a ledger's lines
+    (`Ledger.charged`).
 
     Without sampling, k rows move a sum by at most k C: exactly a Gaussian of k times the
     sensitivity. Under Poisson sampling, where rows are drawn independently, Binomial(k, q) of them
@@ -75,10 +41,15 @@ def group_cost(
     ----------
     events : iterable of Event, or Accountant
     size : int
-        k.
+        k, the largest number of rows of one owner.
     delta : float
     chained : bool
-        Always use the chain, for draws that are not known to be independent between rows.
+        Always use the chain: for samplers of your own, which may draw rows of one owner together.
+
+    Returns
+    -------
+    float
+        Infinite where a release has no guarantee.
 
     Raises
     ------
@@ -88,7 +59,7 @@ def group_cost(
     Examples
     --------
     >>> event = Event(noise_multiplier=30.0, count=100)
-    >>> round(group_cost([event], 3, 1e-5).epsilon, 4)
+    >>> round(group_epsilon([event], 3, 1e-5), 4)
     4.3772
     """
     check_delta(delta)
@@ -96,32 +67,28 @@ def group_cost(
         raise FedsimError(f"a group has {size} rows; it must have 1 or more.")
     accountant = events if isinstance(events, Accountant) else Accountant(events)
     if not accountant.private:
-        return GroupCost(size, math.inf, delta, "none")
+        return math.inf
     mu = accountant.gaussian_mu
     if mu is not None:
-        epsilon = gaussian_epsilon(size * mu, delta) if mu else 0.0
-        return GroupCost(size, epsilon, delta, "analytic")
+        return gaussian_epsilon(size * mu, delta) if mu else 0.0
     if chained or any(law.together(size) is None for law, _ in accountant.sampled):
-        return GroupCost(size, _chain(accountant, size, delta), delta, "chain")
-    epsilon = _mixtures(frozenset(accountant.sampled.items()), accountant.mu, size, delta)
-    return GroupCost(size, epsilon, delta, "pld")
+        return _chain(accountant, size, delta)
+    return _mixtures(accountant.sampled, accountant.mu, size, delta)
 
 
-# Cached, since it is asked for several times at the end of a run.
-@lru_cache(maxsize=64)
 def _mixtures(
-    items: frozenset[tuple[tuple[Law, float], int]], mu: float, size: int, delta: float
+    sampled: Mapping[tuple[Law, float], int], mu: float, size: int, delta: float
 ) -> float:
     """Epsilon of sampled releases, by mixtures over how many of the group's rows take part."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     # The grid has 40 steps in the largest ratio of a mean shift to its noise, about the standard
     # deviation of the loss.
-    ratio = max([min(1.0, size * law.rate) / z for (law, z), _ in items] + [mu])
+    ratio = max([min(1.0, size * law.rate) / z for law, z in sampled] + [mu])
     step = float(np.clip(ratio / 40, FINEST, COARSEST))
     total = pld.identity(step)
     row_counts = np.arange(size + 1).tolist()
-    for (law, z), count in sorted(items, key=repr):
+    for (law, z), count in sorted(sampled.items(), key=repr):
         release = pld.from_mixture_gaussian_mechanism(
             z, row_counts, law.together(size), value_discretization_interval=step
         )

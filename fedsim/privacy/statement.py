@@ -12,7 +12,6 @@ from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
 from fedsim.privacy.claims import FIXED, Extrapolation, Stopping, costliest
 from fedsim.privacy.entry import Entry
-from fedsim.privacy.groups import GroupCost, group_cost
 from fedsim.privacy.laws.base import Adjacency, Level
 from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.records import json_value
@@ -88,8 +87,6 @@ class Statement:
         Whether releases might end the run early, and its planned rounds.
     extrapolated : Extrapolation or None
         Cost of a hypothetical larger cohort, whose noise on the mean the run has simulated.
-    group : GroupCost or None
-        Guarantee for an owner of several rows.
     """
 
     cost: Cost
@@ -107,7 +104,6 @@ class Statement:
     note: str = ""
     stopping: Stopping = FIXED
     extrapolated: Extrapolation | None = None
-    group: GroupCost | None = None
 
     @classmethod
     def of(
@@ -154,14 +150,6 @@ class Statement:
             lines=len(single.heads) if single is not None else 0,
             stopping=stopping,
         )
-
-    def of_group(self, size: int) -> Self:
-        """The statement with the guarantee for owners of up to ``size`` rows; unchanged for 1."""
-        if size == 1:
-            return self
-        # A user's sampler may draw rows of one owner together: only the chain holds for any.
-        group = group_cost(self.planned, size, self.delta, chained=self.declared)
-        return replace(self, group=group)
 
     def of_operator(self) -> Self:
         """The statement marked as for the operator only: examples', where clients are protected."""
@@ -269,8 +257,6 @@ class Statement:
                 f"Poisson cohorts of the same expected size would have cost epsilon "
                 f"{cost.poisson_epsilon:.4g} (add-remove)."
             )
-        if self.group is not None:
-            sentences.append(self.group.sentence(self.level))
         if self.extrapolated is not None:
             sentences.append(self.extrapolated.sentence())
         if warning := large_delta(self.delta, self.level, self.rows):
@@ -353,12 +339,11 @@ class Statement:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping; an infinite epsilon is the string "inf"."""
-        cost, group, extrapolated = self.cost, self.group, self.extrapolated
+        cost, extrapolated = self.cost, self.extrapolated
         misses = self.tradeoff([0.01, 0.05, 0.1])
         data = {
             "epsilon": cost.epsilon,
             "delta": cost.delta,
-            "group": None if group is None else {"size": group.size, "epsilon": group.epsilon},
             "extrapolated-epsilon": None if extrapolated is None else extrapolated.epsilon,
             "simulated": self.simulated,
             "declared": self.declared,

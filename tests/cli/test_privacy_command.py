@@ -9,7 +9,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import fedsim
 from fedsim import RunConfig
 from fedsim.cli.privacy import privacy
 from fedsim.cohorts import CyclicCohort, FixedCohort, PoissonCohort
@@ -168,23 +167,6 @@ def test_what_is_the_users_own_is_said_before_a_run_too(config, tmp_path, monkey
     bound = ("--set", "mechanism.name=believed:Tight", "--set", "mechanism.clip-norm=")
     said = ask(config, *bound)
     assert "Declared by the user: that the bound" in said
-
-
-def test_a_group_is_accounted_for_alike_before_a_run_and_after_it(tmp_path, monkeypatch):
-    (tmp_path / "paired.py").write_text(
-        "from fedsim.cohorts import PoissonCohort\nclass Mine(PoissonCohort):\n    pass\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "run.toml"
-    path.write_text(
-        CONFIG.replace('"poisson"\nrate', '"paired:Mine"\n[cohort.options]\nrate').replace(
-            "rounds = 40", "rounds = 2"
-        )
-        + "multiplier = 1.5\n[evaluate]\nevery = 0\n[privacy]\ngroup = 3\n"
-    )
-    group = fedsim.run(RunConfig.load(path)).privacy.group
-    assert group.method == "chain"  # rows of one owner may be drawn together
-    assert group.sentence() in " ".join(ask(str(path)).split())
 
 
 def test_options_replace_what_a_config_says(config):

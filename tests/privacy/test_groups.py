@@ -10,13 +10,20 @@ from scipy.special import logsumexp, ndtr
 from scipy.stats import binom, norm
 from slow_cases import slow_but
 
-import fedsim
-import fedsim.cli
-from fedsim.config import RunConfig
+from fedsim.cohorts import FullCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Event, Ledger
-from fedsim.privacy.groups import group_cost
+from fedsim.mechanisms import Clipping
+from fedsim.privacy import (
+    Accountant,
+    Entry,
+    Event,
+    Independent,
+    Ledger,
+    ReleasePlan,
+    group_epsilon,
+)
 from fedsim.privacy.laws import FixedSizeLaw, FullLaw, PoissonLaw
+from fedsim.privacy.losses import gaussian_epsilon
 
 DELTA = 1e-5
 
@@ -29,16 +36,15 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 @pytest.mark.parametrize(("adjacency", "moved"), [("zero-out", 1), ("replace-one", 2)])
 def test_without_sampling_a_group_is_one_gaussian_of_its_size(size, adjacency, moved) -> None:
     event = Event(noise_multiplier=20.0, law=FullLaw(adjacency=adjacency), count=40)
-    cost = group_cost([event], size, DELTA)
-    assert cost.method == "analytic"
+    epsilon = group_epsilon([event], size, DELTA)
     mu = size * moved * math.sqrt(40) / 20
-    assert gaussian_delta(mu, cost.epsilon) == pytest.approx(DELTA, rel=1e-6)
+    assert gaussian_delta(mu, epsilon) == pytest.approx(DELTA, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_a_group_of_one_is_a_row() -> None:
     events = [Event(noise_multiplier=1.1, law=PoissonLaw(rate=0.05), count=50)]
-    assert group_cost(events, 1, DELTA).epsilon == pytest.approx(
+    assert group_epsilon(events, 1, DELTA) == pytest.approx(
         Accountant(events).epsilon(DELTA), rel=2e-3
     )
 
@@ -55,7 +61,7 @@ def losses(x: np.ndarray, size: int, q: float, z: float) -> np.ndarray:
 )
 def test_one_poisson_sample_is_the_mixture_over_who_takes_part(size, q, z) -> None:
     delta = 1e-3
-    epsilon = group_cost([Event(noise_multiplier=z, law=PoissonLaw(rate=q))], size, delta).epsilon
+    epsilon = group_epsilon([Event(noise_multiplier=z, law=PoissonLaw(rate=q))], size, delta)
     x = np.linspace(-14 * z, size + 14 * z, 400_001)
     loss = losses(x, size, q, z)
     nobody = norm.logpdf(x, scale=z)
@@ -69,7 +75,7 @@ def test_many_poisson_samples_compose_as_simulated() -> None:
     """delta at the claimed epsilon, by simulation: 5 standard errors."""
     size, q, z, rounds, delta = 3, 0.1, 1.5, 30, 0.05
     event = Event(noise_multiplier=z, law=PoissonLaw(rate=q), count=rounds)
-    epsilon = group_cost([event], size, delta).epsilon
+    epsilon = group_epsilon([event], size, delta)
     generator = np.random.default_rng(0)
     total, trials = np.zeros(40_000), 40_000
     for _ in range(rounds):
@@ -82,63 +88,48 @@ def test_many_poisson_samples_compose_as_simulated() -> None:
 @pytest.mark.slow
 def test_the_chain_of_neighbours_holds_for_fixed_cohorts_and_is_never_better() -> None:
     fixed = Event(noise_multiplier=4.0, law=FixedSizeLaw(size=10, population=100), count=20)
-    cost = group_cost([fixed], 3, DELTA)
-    assert cost.method == "chain"
-    assert cost.epsilon > 3 * Accountant([fixed]).epsilon(DELTA)
+    epsilon = group_epsilon([fixed], 3, DELTA)
+    assert epsilon > 3 * Accountant([fixed]).epsilon(DELTA)
     # (k e, (e^(k e) - 1) / (e^e - 1) d) follows from (e, d).
-    one = cost.epsilon / 3
-    grown = math.expm1(cost.epsilon) / math.expm1(one)
+    one = epsilon / 3
+    grown = math.expm1(epsilon) / math.expm1(one)
     assert Accountant([fixed]).delta(one) * grown <= DELTA * (1 + 1e-9)
     poisson = [Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1), count=10)]
-    chained = group_cost(poisson, 2, DELTA, chained=True)
-    assert group_cost(poisson, 2, DELTA).epsilon < chained.epsilon < math.inf
+    chained = group_epsilon(poisson, 2, DELTA, chained=True)
+    assert group_epsilon(poisson, 2, DELTA) < chained < math.inf
 
 
 @pytest.mark.slow
 def test_more_rows_are_promised_less_and_no_noise_nothing() -> None:
     events = [Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1), count=10)]
-    epsilons = [group_cost(events, size, DELTA).epsilon for size in (1, 2, 4)]
+    epsilons = [group_epsilon(events, size, DELTA) for size in (1, 2, 4)]
     assert epsilons == sorted(epsilons)
-    silent = group_cost([Event(noise_multiplier=0.0, law=PoissonLaw())], 2, DELTA)
-    assert (silent.epsilon, silent.method) == (math.inf, "none")
-    assert silent.sentence() == "Owners of 2 clients: no guarantee."
+    silent = group_epsilon([Event(noise_multiplier=0.0, law=PoissonLaw())], 2, DELTA)
+    assert silent == math.inf
     with pytest.raises(FedsimError, match="a group has 0 rows; it must have 1 or more"):
-        group_cost(events, 0, DELTA)
+        group_epsilon(events, 0, DELTA)
 
 
-PRIVATE = {
-    "rounds": 2,
-    "partition": {"clients": 20},
-    "client": {"batch-size": 0},
-    "mechanism": {"name": "clipping"},
-    "noise": {"multiplier": 8.0},
-    "privacy": {"group": 3},
-}
-
-
-def test_a_statement_says_what_an_owner_of_several_clients_is_promised(tmp_path, capsys) -> None:
-    result = fedsim.run(RunConfig.parse(PRIVATE), out=tmp_path / "run")
-    assert (
-        result.privacy.group.epsilon
-        == group_cost([Event(noise_multiplier=8.0, count=2)], 3, DELTA).epsilon
+def test_a_runs_ledger_says_what_an_owner_of_several_clients_is_promised(tmp_path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for number in (1, 2):
+        ledger.record(Entry(round=number, event=Event(noise_multiplier=8.0), clip_norm=1.0))
+    events = [entry.event for entry in Ledger.read(ledger.path).charged]
+    expected = gaussian_epsilon(3 * math.sqrt(2) / 8, DELTA)
+    assert group_epsilon(events, 3, DELTA) == pytest.approx(expected)
+    plan = ReleasePlan(
+        level="client",
+        sampler=FullCohort(20),
+        bound=Clipping(1.0),
+        noise=Independent(8.0),
+        rounds=2,
     )
-    assert result.privacy.to_dict()["group"]["size"] == 3
-    assert "Owners of up to 3 clients: (" in str(result.privacy)
-    assert "for all of them together" in (tmp_path / "run" / "report.html").read_text()
-    read = Ledger.read(tmp_path / "run" / "ledger.jsonl").statement(DELTA).of_group(3)
-    assert read.group == result.privacy.group
-    for arguments in (
-        [str(tmp_path / "run")],
-        ["--sampling", "full", "--rounds", "2", "-z", "8", "--group", "3"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            fedsim.cli.main(["privacy", *arguments])
-        assert not ended.value.code
-        said = " ".join(capsys.readouterr().out.split())
-        assert f"Owners of up to 3 clients: ({result.privacy.group.epsilon:.4g}, 1e-05)" in said
+    assert group_epsilon([plan.event().over(2)], 3, DELTA) == pytest.approx(expected)
 
 
-def test_a_group_is_of_clients_that_are_protected() -> None:
-    sentence = r"privacy\.group = 3; it must be at most partition\.clients = 100, and 1 in a run"
-    with pytest.raises(FedsimError, match=sentence):
-        RunConfig.parse({"privacy": {"group": 3}})
+def test_samplers_that_fedsim_does_not_ship_are_chained() -> None:
+    class Mine(PoissonLaw):
+        name = "mine"
+
+    event = Event(noise_multiplier=2.0, law=Mine(rate=0.1), count=10)
+    assert group_epsilon([event], 2, DELTA) == group_epsilon([event], 2, DELTA, chained=True)

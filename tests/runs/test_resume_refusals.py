@@ -107,7 +107,7 @@ def test_a_later_fedsims_directory_is_neither_loaded_nor_shown_nor_compared(done
 
 
 def test_a_run_of_another_version_whose_statement_needs_its_config_says_so(tmp_path):
-    fedsim.run(CONFIG.replace(**{"privacy.group": 2}), out=tmp_path / "run")
+    fedsim.run(CONFIG.replace(**{"devices.availability": 0.9}), out=tmp_path / "run")
     config = RunDirectory(tmp_path / "run").config
     config.write_text(config.read_text() + "[strange]\nkey = 1\n")
     with pytest.raises(FedsimError, match="of another version of fedsim"):
