@@ -37,7 +37,7 @@ MODULES = (
 )
 BENCHMARKS = (
     *("local", "convolutions", "example_privacy", "engines", "workers", "kills"),
-    *("audit_power", "mutations"),
+    "mutations",
 )
 
 

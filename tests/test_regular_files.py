@@ -15,7 +15,7 @@ import pytest
 from fedsim import regular_files
 from fedsim.allowed_code import current
 from fedsim.apps.user_app import FlowerApp
-from fedsim.audit.outside.claims import TargetClaim
+from fedsim.audit.target_claim import TargetClaim
 from fedsim.cli import main
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.party_files import read_roster

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environments import environment
-from fedsim.audit import Verdict
-from fedsim.audit.outside import TargetClaim, audit_target, open_target
+from fedsim.audit import TargetClaim, Verdict, audit_target, open_target
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 

@@ -1,11 +1,10 @@
-"""Privacy audits: attack a strategy's claim, through the real strategy and engine.
+"""Privacy audits: attack what a config claims, or what code that is not fedsim's claims.
 
-To read it, begin with `verdict` (the order of an audit) and `catalogue` (the list of all checks).
-`evidence` makes the runs that are checked. The checks are in `bound_checks`, `noise_checks`,
-`sampling_checks`, `plan_checks` and `local_training`, each a function from a sample to a finding
-(`checks`). The attacks `two_world` and `one_run` bound epsilon from below, and are compared with
-the trade-off curve of a `claim`. `config_audit` applies everything to a config. `outside` audits
-code of others with its own attacks and the same statistics; `adapters` has ready targets for it.
+There is one attack engine, `target_audit`: a target is run on synthetic federations (`federation`),
+with and without one row, and what it releases is compared with the trade-off curve of its `claim`
+(`attacks`, `two_world`) and with what its noise and samples should be (`noise_checks`,
+`sampling_checks`). `config_audit` makes a target of a config, and adds the checks of what a user
+wrote: its bound, sampler, noise, rows and ledger. `adapters` has ready targets of other packages.
 """
 
 from __future__ import annotations
@@ -13,25 +12,23 @@ from __future__ import annotations
 from fedsim.arguments import explain_calls
 from fedsim.audit.checks import Check, Finding
 from fedsim.audit.claim import Claim
-from fedsim.audit.clients import ALONE, OPPOSED, RARE, WORLDS, World
-from fedsim.audit.target import StrategyTarget, Target
+from fedsim.audit.federation import SyntheticFederation, TargetRelease
+from fedsim.audit.target_audit import audit_target, open_target
+from fedsim.audit.target_claim import TargetClaim
 from fedsim.audit.two_world import Attack
-from fedsim.audit.verdict import Verdict, audit
+from fedsim.audit.verdict import Verdict
 
 __all__ = [
-    "ALONE",
-    "OPPOSED",
-    "RARE",
-    "WORLDS",
     "Attack",
     "Check",
     "Claim",
     "Finding",
-    "StrategyTarget",
-    "Target",
+    "SyntheticFederation",
+    "TargetClaim",
+    "TargetRelease",
     "Verdict",
-    "World",
-    "audit",
+    "audit_target",
+    "open_target",
 ]
 
 explain_calls(__name__)

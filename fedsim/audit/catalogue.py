@@ -1,45 +1,12 @@
-"""All checks of fedsim's strategies and clients: name, test, and likely cause of a violation.
-
-Checks of the same sample are grouped; `fedsim.audit.evidence` gathers the samples.
-"""
+"""Checks of noise and of samples: name, test, and likely cause of a violation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from fedsim.audit import claim as ledger
 from fedsim.audit import noise_checks as noise
-from fedsim.audit import plan_checks as plan
 from fedsim.audit import sampling_checks as sampling
-from fedsim.audit.checks import Check, Finding, Part, checks_of, invariant
-
-Test = Callable[..., Finding]
-TOO_LONG = "rows longer than C pass"
-NOT_COVERED = "statistics are released without noise"
-
-
-def bound(name: str, cause: str = TOO_LONG) -> tuple[Check, ...]:
-    """Check of how far something moved a release."""
-    return checks_of("bound", (name, lambda found: found, cause))
-
-
-def moved_by(row: str) -> tuple[Check, ...]:
-    """Check of how far one row moved a release."""
-    return bound(f"what one {row} moves", f"{TOO_LONG}, or noise is too small")
-
-
-def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
-    """Checks that no canary causes the named fault, from rows of name, expectation and cause."""
-
-    def test(name: str, expected: str) -> Test:
-        return lambda runs: invariant(runs.examined, runs.faults.get(name), expected)
-
-    return tuple(Check(part, name, test(name, words), cause) for name, words, cause in rows)
-
+from fedsim.audit.checks import checks_of
 
 # fmt: off
-PRESENCE = checks_of("noise", ("presence", noise.presence, "noise is left out"))
 NOISE = checks_of("noise",
     ("size in each round", noise.round_sizes, "noise of another size"),
     ("size in each layer", noise.layer_sizes, "another size in a layer"),
@@ -58,8 +25,6 @@ NOISE = checks_of("noise",
     ("shifts in rounds and coordinates", noise.shifts, "overlapping streams of random numbers"),
     ("size against the cohort's", noise.against_sizes, "noise depends on who was sampled"),
 )
-FEW_COORDINATES = checks_of("noise",
-    ("size in any direction", noise.covariance, "a direction without noise"))
 LOW_BITS = (
     *checks_of("noise", ("rounding to the grid", noise.rounding, "low bits show the sum")),
     *checks_of("noise",
@@ -68,21 +33,6 @@ LOW_BITS = (
         ("low bits in pairs of rounds", noise.low_bits_of_pairs, "low bits are used again"),
         fits=lambda grid: grid.on_grid),
 )
-SYSTEM_NOISE = checks_of("noise", ("noise with system entropy", plan.system_noise, "too few seeds"))
-SEEDS = checks_of("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
-ANOTHER_RUN = checks_of("noise",
-    ("noise of another run", noise.pairs, "noise is keyed by the seed alone"))
-CLIENTS_RUN = (
-    *checks_of("ledger",
-        ("a line for every round", plan.line_for_every_round, "a release is not charged")),
-    *checks_of("noise",
-        ("noise of another client", plan.noise_of_clients, "clients share noise")),
-)
-RESUME = checks_of("noise",
-    ("resume", plan.same_after_resume, "a resumed run draws noise again"))
-ADDRESSES = checks_of("noise",
-    ("addresses of draws", plan.addresses_once, "a random number is used twice"))
-
 DRAWS = (
     *checks_of("sampler", ("sampled ids", sampling.ids, "sampling with replacement")),
     *checks_of("sampler",
@@ -101,65 +51,8 @@ DRAWS = (
         ("rounds after being sampled", sampling.succession, "rounds are not drawn independently"),
         ("periodicity", sampling.periodicity, "rounds are not drawn independently"),
         fits=lambda sampled: sampled.equal_rates),
-    *checks_of("plan",
-        ("rounds of each client", plan.participations,
-         "rows are in more rounds than the plan counts on"),
-        fits=lambda sampled: sampled.limits_participation),
 )
-PASSES = checks_of("sampler", ("passes", plan.passes, "batches overlap within a pass"))
 DECLARED_LAW = checks_of("sampler",
     ("declared inclusion probabilities", sampling.declared_law,
      "the sampler does not follow its own law"))
-SAME_COHORTS = checks_of("sampler",
-    ("draws and data", plan.same_cohorts, "updates influence who is sampled"))
-SYSTEM_COHORTS = checks_of("sampler",
-    ("cohorts with system entropy", plan.system_cohorts, "too few seeds"))
-
-FAILURES = checks_of("plan",
-    ("several fail at once", plan.same_after_failures, "the denominator is counted"))
-NOTHING_BUT_SUMS = checks_of("plan",
-    ("nothing but the sum", plan.nothing_but_sums, "something is released beside the sum"))
-LEAVES = checks_of("plan", ("what else leaves a round", plan.what_leaves, NOT_COVERED))
-TOGETHER = bound("what one client moves, released scalars included")
-TWO_WORLDS = checks_of("plan", ("two worlds", lambda found: found, "noise is too small"))
-
-CANARIES = (
-    *_faults("noise", ("earlier rounds", "the same in rounds without the canary",
-                       "noise depends on updates")),
-    *_faults("sampler", ("other clients", "the same other clients are sampled",
-                         "updates influence who is sampled")),
-    *_faults("bound", ("messages", "updates in messages add what blocks of rows add",
-                       "rows count twice")),
-    *_faults("plan",
-        ("releases", "every round is released", "a client decides whether a round is released"),
-        ("slowness", "a slow client excludes no other client", "a common deadline"),
-        ("traces", "a client that adds nothing leaves no trace", "the denominator is counted")),
-    *_faults("ledger", ("charges", "the same is charged", "updates influence what is charged")),
-)
-REPORTS = _faults("plan",
-    ("what else leaves a round", "the same whatever an example is", NOT_COVERED))
-
-LINES = (
-    *checks_of("plan",
-        ("rounds", partial(ledger.no_fault, ledger.missing_round, "as many as planned"),
-         "data decide when a run ends")),
-    *checks_of("ledger",
-        ("a line for every release", partial(
-            ledger.no_fault, ledger.uncharged_release, "one, written before the release is seen"),
-         "a release is not charged"),
-        ("what a line says", partial(
-            ledger.no_fault, ledger.other_event, "what sampler, noise multiplier and bound give"),
-         "another event is charged"),
-        ("entropy of a run with a seed", partial(
-            ledger.no_fault, ledger.other_entropy, "that of the config"),
-         "noise that the seed determines is called secret"),
-        ("one line, one release", partial(ledger.no_fault, ledger.second_line, "no round twice"),
-         "a release is charged twice")),
-)
-CLAIM = checks_of("ledger",
-    ("epsilon of the events", ledger.accounting, "the accountant counts too little"))
-PROMISE = checks_of("ledger",
-    ("epsilon of the run", ledger.epsilon_of_run, "another event is charged"))
-BUDGET = checks_of("ledger",
-    ("budget", ledger.budget, "a budget does not stop the run in time"))
 # fmt: on

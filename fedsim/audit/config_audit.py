@@ -1,43 +1,139 @@
-"""Audit of a config: its mechanism, cohort, noise, number of rounds, and local training.
+"""Audit of a config: checks of what its user wrote, and attacks on its releases.
 
-The claim is attacked on smaller federations of synthetic clients. Two-world runs have few rounds,
+The releases are those of the config's own strategy (`DPFedAvg` with its bound, sampler and noise)
+on a smaller federation of synthetic clients: one target among others. Its runs have few rounds,
 with less noise so that they cost the same epsilon as the config's run: a bug shows in two rounds as
 well as in two hundred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
-from fedsim.audit.checks import Finding, findings
+import numpy as np
+import torch
+
+from fedsim.audit import user_checks
+from fedsim.audit.adapters.flower import strategy_target
+from fedsim.audit.checks import Floats, findings
 from fedsim.audit.claim import Claim
-from fedsim.audit.clients import WORLDS
-from fedsim.audit.config_evidence import ConfigEvidence, evaluating
-from fedsim.audit.metrics_release import MetricsEvidence
-from fedsim.audit.target import StrategyTarget
-from fedsim.audit.verdict import Verdict, audit, check_numbers, silenced_logs
+from fedsim.audit.federation import SHAPES
+from fedsim.audit.target_audit import audit_target
+from fedsim.audit.verdict import Verdict, check_numbers, silenced_logs
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
+from fedsim.privacy import Adjacency, Event
+from fedsim.privacy.laws import declared_population
+from fedsim.privacy.laws.fixed import FixedSize
+from fedsim.privacy.noise import Correlated
+from fedsim.privacy.plan import ReleasePlan, of_user
+from fedsim.rows import Layout
 from fedsim.runs import factories
 from fedsim.runs.preflight import check
-from fedsim.runs.resolve import resolve
+from fedsim.runs.resolve import Resolved, resolve
 
-MOST_ROUNDS = 300
-"""Rounds of the one run: more cost time and detect little more."""
+MAX_CLIENTS = 20
+"""Clients of an attacked federation: more cost time and hide the canary."""
+
+
+@dataclass(frozen=True)
+class PlanClaim:
+    """The claim of a release plan (`ReleaseClaim`)."""
+
+    plan: ReleasePlan[Mechanism]
+    delta: float
+
+    epsilon = None
+    adaptive = False
+    row: Literal["client"] = "client"
+
+    @property
+    def population(self) -> int:
+        """Declared number of clients."""
+        return declared_population(self.plan.sampler)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of a run."""
+        assert self.plan.rounds is not None
+        return self.plan.rounds
+
+    @property
+    def rate(self) -> float:
+        """Expected share of clients in a round."""
+        return self.plan.denominator / self.population
+
+    @cached_property
+    def clip_norm(self) -> float:
+        """The bound's sensitivity in the first round."""
+        bound = self.plan.bound
+        return bound.sensitivity(bound.init(_LAYOUT), _LAYOUT)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Of fresh draws, if noise is correlated."""
+        return self.plan.noise.multiplier
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The sampler's."""
+        return self.plan.sampler.adjacency
+
+    @property
+    def white_noise(self) -> bool:
+        """False: the noise's law is tested over longer runs (`user_checks.noise_of`)."""
+        return False
+
+    @property
+    def shift(self) -> float | None:
+        """Of one bound of constant size and independent noise; None for others."""
+        bound, inclusion = self.plan.bound, self.round_event.law.inclusion(self.population)
+        one_size = len(bound.cover(_LAYOUT)) == 1 and not bound.sides and not bound.init(_LAYOUT)
+        if not one_size or inclusion is None or self.plan.noise.correlated:
+            return None
+        if self.round_event.law.rounds > 1:
+            return None
+        sensitivity = 2.0 if self.adjacency == "replace-one" else 1.0
+        return inclusion.one * sensitivity / self.noise_multiplier
+
+    @property
+    def round_event(self) -> Event:
+        """Event of a round, or of as many as its law covers."""
+        return self.plan.event()
+
+    @cached_property
+    def claim(self) -> Claim:
+        """The claim of the events that the ledger charges."""
+        events = [self.plan.charge(t) for t in range(1, self.rounds + 1)]
+        return Claim(tuple(event for event in events if event.count), self.delta)
+
+    def independent_rounds(self, moves: Floats) -> Floats:
+        """Multiply correlated noise by the matrix C, which makes it independent over rounds."""
+        noise = self.plan.noise
+        if not isinstance(noise, Correlated):
+            return moves
+        return np.einsum("st,...td->...sd", noise.matrix(moves.shape[-2]), moves)
+
+
+_LAYOUT = Layout.of(
+    {
+        f"array-{index}": torch.zeros(shape, dtype=torch.float64)
+        for index, shape in enumerate(SHAPES)
+    }
+)
 
 
 def audit_config(
     config: RunConfig,
     *,
     rounds: int = 2,
-    runs: int = 300,
-    canaries: int = 512,
-    checks: bool = True,
+    seconds: float = 25.0,
+    runs: int = 0,
     confidence: float = 0.99,
     seed: int = 1,
-    deep: bool = False,
-    tick: Callable[[int], None] = lambda runs: None,
 ) -> tuple[Verdict, dict[str, str]]:
     """Audit the claim of a config, and state the audit's assumptions.
 
@@ -45,9 +141,9 @@ def audit_config(
     ----------
     config : RunConfig
     rounds : int
-        Largest number of rounds of a two-world run.
-    runs, canaries, checks, confidence, seed, deep, tick
-        As for `fedsim.audit.audit`; with 0 runs there are no worlds.
+        Largest number of rounds of an attacked run.
+    seconds, runs, confidence, seed
+        As for `fedsim.audit.audit_target`.
 
     Returns
     -------
@@ -60,66 +156,74 @@ def audit_config(
         If an argument is not allowed, or the config claims no privacy at either level, or could not
         be run (with the message of `fedsim run`); before any work.
     """
-    check_numbers(confidence, runs or None, canaries)
+    check_numbers(confidence, runs or None)
     _refuse_without_claim(config, rounds)
     resolved = resolve(config)
     check(resolved)
-    evidence = ConfigEvidence(resolved, seed)
-    results: list[Finding] = []
-    assumptions: dict[str, str] = {}
-    if checks:
-        with silenced_logs():
-            for clients in evidence.of_examples(max(20, runs // 2)):
-                of_examples = findings(clients.checks())
-                results += [replace(one, name=f"{one.name}, examples") for one in of_examples]
-            results += findings(evidence.checks())
-            if config.evaluate.private:
-                metrics = MetricsEvidence(evaluating(evidence.smaller), seed)
-                of_metrics = findings(metrics.checks())
-                results += [replace(one, name=f"{one.name}, metrics") for one in of_metrics]
-        if config.client.private:
-            assumptions["examples"] = evidence.examples
-    if not config.private:
-        privacy, sizes = resolved.trainer.privacy, resolved.data.sizes
-        worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
-        claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
-        return Verdict(claim, (), tuple(results), confidence), assumptions
-    two_world_target, one_run_target = evidence.at_most(rounds), evidence.at_most(MOST_ROUNDS)
-    whole_target = evidence.full
-    verdict = audit(
-        two_world_target.strategy,
-        rounds=two_world_target.rounds,
-        runs=runs,
-        worlds=WORLDS if runs else (),
-        canaries=canaries,
-        one_run=one_run_target,
-        full=whole_target,
-        checks=checks,
-        extra=results,
-        confidence=confidence,
-        seed=seed,
-        deep=deep,
-        tick=tick,
-    )
-    assumptions = evidence.assumptions | assumptions
-    if checks:
-        assumptions["tests"] = (
-            f"the first {_rounds(whole_target)} of {config.rounds:,}, with clients that send "
-            "zeros, that move a coordinate each, one or several at once, or that attack"
+    with silenced_logs():
+        results = findings(user_checks.checks(resolved, seed))
+        if not config.private:
+            return Verdict(_example_claim(resolved), (), tuple(results), confidence), {}
+        claim = PlanClaim(
+            attacked_plan(resolved.plan, rounds, config.noise.delta), config.noise.delta
         )
-    if runs:
-        assumptions["two worlds"] = (
-            f"{runs:,} runs without and {runs:,} with the canary, {_rounds(two_world_target)} at "
-            f"noise multiplier {two_world_target.plan.noise.multiplier:.4g}: epsilon "
-            f"{verdict.claim.epsilon:.4g}; thresholds from one half, errors from the other"
+        target = strategy_target(lambda f: user_checks.strategy_of(claim.plan, f.seed))
+        verdict = audit_target(
+            target,
+            claim,
+            seconds=seconds,
+            runs=runs,
+            confidence=confidence,
+            seed=seed,
+            others=results,
         )
-    if verdict.one_run is not None:
-        assumptions["one run"] = (
-            f"{verdict.one_run.finding.examined}, {_rounds(one_run_target)} at "
-            f"noise multiplier {one_run_target.plan.noise.multiplier:.4g}: epsilon "
-            f"{verdict.one_run.claim.epsilon:.4g}"
+    return verdict, _assumptions(resolved, claim)
+
+
+def attacked_plan(plan: ReleasePlan[Any], most: int, delta: float) -> ReleasePlan[Any]:
+    """A plan with at most ``most`` rounds and few clients, at the whole plan's epsilon.
+
+    A sampler whose population cannot be changed keeps it; rounds are at least those that one event
+    covers.
+    """
+    assert plan.rounds is not None
+    covered = plan.sampler.law().rounds
+    least = covered if covered < plan.rounds else plan.sampler.gaussians(1)
+    rounds, epsilon = min(plan.rounds, max(most, least)), plan.epsilon(delta)
+    smaller = replace(plan, sampler=_smaller_sampler(plan.sampler), rounds=rounds)
+    return smaller.calibrated(epsilon, delta)
+
+
+def _smaller_sampler(sampler: Any) -> Any:
+    if declared_population(sampler) <= MAX_CLIENTS or of_user(sampler):
+        return sampler
+    if isinstance(sampler, FixedSize):
+        return replace(
+            sampler, size=max(1, round(sampler.rate * MAX_CLIENTS)), population=MAX_CLIENTS
         )
-    return verdict, assumptions
+    if is_dataclass(sampler) and any(field.name == "population" for field in fields(sampler)):
+        return replace(sampler, population=MAX_CLIENTS)
+    return sampler
+
+
+def _example_claim(resolved: Resolved) -> Claim:
+    config, privacy = resolved.config, resolved.trainer.privacy
+    worst = factories.most_expensive_client(config, privacy, resolved.data.sizes, config.rounds)
+    return Claim(() if worst is None else (worst,), config.client.noise.delta)
+
+
+def _assumptions(resolved: Resolved, claim: PlanClaim) -> dict[str, str]:
+    config, plan = resolved.config, resolved.plan
+    epsilon = plan.epsilon(config.noise.delta)
+    return {
+        "claim": f"epsilon {epsilon:.4g} at delta {config.noise.delta:g} after "
+        f"{config.rounds:,} rounds of {config.mechanism.name} at noise multiplier "
+        f"{plan.noise.multiplier:.4g}",
+        "neighbours": _NEIGHBOURS[claim.adjacency],
+        "federation": f"{claim.population:,} clients with made-up updates, {plan.sampler.name} "
+        f"cohorts; {claim.rounds} rounds at noise multiplier {claim.noise_multiplier:.4g}, which "
+        "cost as much; the released mean is added to a model of few parameters",
+    }
 
 
 def _refuse_without_claim(config: RunConfig, rounds: int) -> None:
@@ -138,5 +242,8 @@ def _refuse_without_claim(config: RunConfig, rounds: int) -> None:
     )
 
 
-def _rounds(target: StrategyTarget) -> str:
-    return f"{target.rounds:,} round" + "s" * (target.rounds != 1)
+_NEIGHBOURS = {
+    "add-remove": "with the canary, or without such a client",
+    "zero-out": "the canary takes part, or is asked and contributes nothing",
+    "replace-one": "the canary sends one update, or another in its place",
+}

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fedsim.audit.checks import Finding, Part
-from fedsim.audit.claim import Claim
-from fedsim.audit.clients import WORLDS
-from fedsim.audit.two_world import Attack, noticeable
+from fedsim.audit.two_world import noticeable
 from fedsim.audit.verdict import Verdict
-from fedsim.reports.plots import INK, SERIES, dress
-
-_SENTENCES = {world.name: world.sentence for world in WORLDS}
-_LEAST = 1e-3
+from fedsim.reports.charts import Bars, Chart, Line, Lines
+from fedsim.reports.pictures import picture
 
 
 def tabulate(
@@ -34,11 +29,8 @@ def tabulate(
     be made, or all with ``everything``.
     """
     facts = Table.grid(padding=(0, 2))
-    for attack in verdict.two_worlds:
-        name = attack.finding.name
-        sentences = [words] if (words := _SENTENCES.get(name)) else []
-        sentence = "; ".join([*sentences, f"best score: {attack.score}"])
-        assumptions = {**assumptions, name: sentence}
+    for attack in verdict.attacks:
+        assumptions = {**assumptions, attack.finding.name: f"best score: {attack.score}"}
     for name, sentence in assumptions.items():
         facts.add_row(Text(name, style="dim"), sentence)
     parts: list[RenderableType] = [facts, Text()]
@@ -85,7 +77,7 @@ def _parts(verdict: Verdict) -> Table:
 
 def power_sentence(verdict: Verdict, seed: int = 1) -> str:
     """Sentence on the smallest violation that this number of runs detects."""
-    box, claim = next((attack.box for attack in verdict.two_worlds), None), verdict.claim
+    box, claim = next((attack.box for attack in verdict.attacks), None), verdict.claim
     # No Gaussian is (epsilon, 0)-private.
     if box is None or (claim.declared_epsilon is not None and claim.delta == 0):
         return ""
@@ -148,67 +140,25 @@ def _p(value: float) -> str:
 
 
 def draw(verdict: Verdict, title: str) -> Figure:
-    """Figure of the claim's trade-off curve and the measured boxes, on linear and log axes."""
-    # Room for a line of text for each bar.
-    height = max(5.6, 1.5 + 0.125 * len(verdict.checks))
-    figure = Figure(figsize=(16 if verdict.checks else 11, height), layout="constrained")
-    widths = [5, 5, 5] if verdict.checks else [5, 5]
-    plain, logarithmic, *others = figure.subplots(1, len(widths), width_ratios=widths)
-    dress([plain, logarithmic, *others])
-    for axes in others:
-        _bars(axes, verdict)
-    for axes, scale in ((plain, "linear"), (logarithmic, "log")):
-        axes.set_xscale(scale)
-        axes.set_yscale(scale)
-        low = _LEAST if scale == "log" else 0.0
-        axes.set_xlim(low, 1)
-        axes.set_ylim(low, 1)
-        _curve(axes, verdict.claim, low)
-        for attack, colour in zip(verdict.two_worlds, SERIES, strict=False):
-            _box(axes, attack, colour, low)
-        axes.set_xlabel("false positive rate", color=INK)
-    plain.set_ylabel("false negative rate", color=INK)
-    # The lower left corner is seldom reached by attacks.
-    logarithmic.legend(loc="lower left", frameon=False, fontsize=9)
-    figure.supxlabel(
-        "dots: error rates as counted; squares: their upper bounds, a violation in the shaded area",
-        color=INK,
-        fontsize=9,
-    )
-    figure.suptitle(f"{title}\n{verdict}", color=INK, fontsize=10, wrap=True)
-    return figure
-
-
-def _curve(axes: Axes, claim: Claim, low: float) -> None:
-    x = np.unique(np.concatenate([np.geomspace(_LEAST / 10, 1, 400), np.linspace(0, 1, 200)]))
-    y = claim.curve(x)
-    axes.fill_between(x, y, low, color=SERIES[1], alpha=0.12, lw=0, label="violates the claim")
-    label = f"claim: epsilon {claim.epsilon:.3g} at delta {claim.delta:g}"
-    axes.plot(x, np.maximum(y, 1e-9), color=INK, lw=1.5, label=label)
-    axes.plot(x, np.maximum(1 - x, 1e-9), color=INK, lw=0.8, ls=":", label="random guessing")
-
-
-def _bars(axes: Axes, verdict: Verdict) -> None:
-    """Bars of the findings' p-values; a bar beyond the line is a violation."""
-    checks = _by_part(verdict.checks)
-    digits = [-np.log10(max(check.p_value, 1e-12)) for check in checks]
-    colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in checks]
-    positions = range(len(digits))
-    axes.barh(positions, digits, color=colours, height=0.7)
-    axes.set_yticks(positions, list(map(str, checks)))
-    axes.axvline(-np.log10(verdict.risk_of_check), color=INK, lw=1, ls=":")
-    axes.set_ylim(len(digits) - 0.4, -0.6)
-    axes.set_xlim(0, 12.5)
-    axes.set_xlabel("-log10 p; a bar beyond the line is a violation", color=INK)
-    axes.tick_params(labelsize=7)
-
-
-def _box(axes: Axes, attack: Attack, colour: str, low: float) -> None:
-    assert attack.box is not None
-    (x, y), (x_bound, y_bound) = (
-        np.maximum(corner, low) for corner in (attack.box.rates, attack.box.bounds)
-    )
-    axes.add_patch(Rectangle((x, y), x_bound - x, y_bound - y, color=colour, alpha=0.25, lw=0))
-    axes.plot([x], [y], marker="o", ms=4, color=colour, ls="", clip_on=False)
-    label = attack.finding.name
-    axes.plot([x_bound], [y_bound], marker="s", ms=6, mfc="none", color=colour, ls="", label=label)
+    """Figure of the claim's trade-off curve, the attacks' error rates, and all p-values."""
+    rates = np.unique(np.concatenate([np.geomspace(1e-4, 1, 200), np.linspace(0, 1, 100)]))
+    claim = f"claim: epsilon {verdict.claim.epsilon:.3g} at delta {verdict.claim.delta:g}"
+    lines = [
+        Line(claim, rates.tolist(), verdict.claim.curve(rates).tolist(), reference=True),
+        Line("random guessing", [0.0, 1.0], [1.0, 0.0], reference=True),
+    ]
+    for attack in verdict.attacks:
+        if attack.box is not None:
+            # From the rates as counted to their upper bounds: a violation ends below the curve.
+            (x, y), (x_bound, y_bound) = attack.box.rates, attack.box.bounds
+            lines.append(Line(attack.finding.name, [x, x_bound], [y, y_bound]))
+    charts: list[Chart] = [
+        Lines("Attacks", "false-positive rate", "false-negative rate", lines, square=True)
+    ]
+    if verdict.checks:
+        checks = _by_part(verdict.checks)
+        digits = [-math.log10(max(check.p_value, 1e-12)) for check in checks]
+        limit = -math.log10(verdict.risk_of_check)
+        y = f"-log10 p; above {limit:.3g} is a violation"
+        charts.append(Bars("Tests", "test", y, list(map(str, checks)), digits))
+    return picture(charts, f"{title}\n{verdict}")

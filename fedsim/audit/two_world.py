@@ -19,19 +19,15 @@ from fedsim.audit.claim import (
     Box,
     Claim,
     box_p_value,
-    common_claim,
     epsilon_bound,
     missed_statistic,
 )
-from fedsim.audit.clients import World
-from fedsim.audit.target import Target
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
 from fedsim.privacy.losses import gaussian_mu
 from fedsim.randomness import Purpose, Randomness
 
 Counts = npt.NDArray[np.int64]
-Tick = Callable[[int], None]
 Score = Callable[[Floats], Floats]
 """Function from releases ``[runs, rounds, width]`` to one number for each run, ``[runs]``."""
 
@@ -76,41 +72,6 @@ class Attack:
         if (box := self.box) is None:
             return "", self.finding.measured
         return f"{box.false_positives} of {box.trials}", f"{box.false_negatives} of {box.trials}"
-
-
-def attack(target: Target, world: World, runs: int, risk: float, seed: int, tick: Tick) -> Attack:
-    """Make ``runs`` runs without and ``runs`` runs with the canary, and test between them.
-
-    Parameters
-    ----------
-    risk : float
-        Probability with which the box and the bound may each be wrong.
-    tick : callable
-        Called with the number of runs just made.
-    """
-    d = target.layout.d
-    draws = Randomness(seed).generator(Purpose.AUDIT, level="run")
-    seeds = draws.integers(2**63, size=(2, runs))
-    tables: list[Floats] = []
-    claims: set[Claim] = set()
-    for side, present in enumerate((False, True)):
-        clients = target.world(world, present=present)
-        for number in range(runs):
-            observed = target.observe(clients, int(seeds[side, number]))
-            tables.append(target.whitened(observed.table()))
-            claims.add(Claim.of(observed.entries, observed.delta))
-            tick(1)
-    claim = common_claim(claims)
-    shown = _stacked(tables)
-    direction = world.canary(d).numpy()
-    result = distinguish(world.name, shown[:runs], shown[runs:], direction, claim, risk)
-    return replace(result, moves=shown[:, :, :d])
-
-
-def _stacked(tables: list[Floats]) -> Floats:
-    """Stack tables to ``[runs, rounds, width]``; runs without a successful round are padded."""
-    width = max(table.shape[1] for table in tables)
-    return np.stack([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
 
 
 def distinguish(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from fedsim.audit import evidence
+from whitebox import evidence
 
 
 @pytest.fixture

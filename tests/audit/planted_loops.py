@@ -17,11 +17,11 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
 from opacus import PrivacyEngine
 
+from fedsim.audit import SyntheticFederation, TargetRelease
 from fedsim.audit.adapters import aggregation_target
 from fedsim.audit.adapters.flower import strategy_target
 from fedsim.audit.adapters.opacus import loop_target
-from fedsim.audit.outside import SyntheticFederation, TargetRelease
-from fedsim.audit.outside.attacks import Target
+from fedsim.audit.attacks import Target
 
 DECLARED = 20
 

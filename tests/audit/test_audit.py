@@ -11,10 +11,12 @@ from planted import (
     strategies,
 )
 from slow_cases import slow_but
+from whitebox.clients import ALONE, OPPOSED, RARE, Canaries, World, clipped_scale
+from whitebox.evidence import ClientEvidence
+from whitebox.strategy_audit import audit
+from whitebox.target import StrategyTarget
 
-from fedsim.audit import ALONE, OPPOSED, RARE, Claim, StrategyTarget, World, audit
-from fedsim.audit.clients import Canaries, clipped_scale
-from fedsim.audit.evidence import ClientEvidence
+from fedsim.audit import Claim
 from fedsim.audit.two_world import distinguish, noticeable
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
@@ -163,9 +165,8 @@ def test_one_run_of_many_rounds_stays_under_the_claim() -> None:
     honest = strategies(Clipping(1.0), FullCohort(400), z=8 / 5**0.5)
     verdict = audit(honest, rounds=20, worlds=(), canaries=400, checks=False)
     assert verdict.accepted
-    assert verdict.one_run is not None
     assert verdict.claim.epsilon == pytest.approx(5.680, abs=0.005)
-    assert 0.5 < verdict.one_run.epsilon_bound < verdict.claim.epsilon
+    assert 0.5 < verdict.attacks[-1].epsilon_bound < verdict.claim.epsilon
 
 
 def test_one_run_proves_more_than_the_claim_where_noise_is_too_small() -> None:
@@ -173,8 +174,7 @@ def test_one_run_proves_more_than_the_claim_where_noise_is_too_small() -> None:
     verdict = audit(buggy, worlds=(), canaries=400, checks=False)
     assert verdict.refuting == ("one run",)
     assert verdict.claim.epsilon == pytest.approx(1.555, abs=0.005)
-    assert verdict.one_run is not None
-    assert verdict.one_run.epsilon_bound > verdict.claim.epsilon
+    assert verdict.attacks[-1].epsilon_bound > verdict.claim.epsilon
 
 
 @pytest.mark.slow
@@ -200,9 +200,8 @@ def test_the_one_run_may_be_another_plan() -> None:
         one_run=whole,
         checks=False,
     )
-    assert verdict.one_run is not None
-    assert verdict.one_run.finding.examined == "64 canaries, each in or out by a coin"
-    assert (verdict.claim.releases, verdict.one_run.claim.releases) == (1, 10)
+    assert verdict.attacks[-1].finding.examined == "64 canaries, each in or out by a coin"
+    assert (verdict.claim.releases, verdict.attacks[-1].claim.releases) == (1, 10)
 
 
 def test_ideal_attacks_at_the_claim_raise_no_false_alarm_and_beyond_it_are_caught() -> None:
@@ -221,7 +220,7 @@ def test_runs_in_which_every_round_failed_are_seen_too() -> None:
     # A cohort of the canary alone, which is not there: the model stays as it is.
     strategy = strategies(Clipping(1.0), PoissonCohort(0.5, 2))
     verdict = audit(strategy, rounds=2, runs=30, worlds=(ALONE,), canaries=0, checks=False)
-    box = verdict.two_worlds[0].box
+    box = verdict.attacks[0].box
     assert box is not None
     assert box.trials == 15
 

@@ -10,16 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import strategies
 from scipy.stats import binom, norm
+from whitebox.ledger_checks import other_event
+from whitebox.one_run import guesses_epsilon_bound, guesses_p_value
+from whitebox.target import StrategyTarget
 
-from fedsim.audit import Claim, StrategyTarget
+from fedsim.audit import Claim
 from fedsim.audit.claim import (
     Box,
     box_p_value,
     epsilon_bound,
-    other_event,
     upper_rate,
 )
-from fedsim.audit.one_run import guesses_epsilon_bound, guesses_p_value
 from fedsim.mechanisms import Clipping, Mechanism, QuantileClipping
 
 

@@ -6,11 +6,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from whitebox.config_evidence import ConfigEvidence
+from whitebox.evidence import ClientEvidence
 
 from fedsim import RunConfig
 from fedsim.audit.checks import Finding, findings
-from fedsim.audit.config_evidence import ConfigEvidence
-from fedsim.audit.evidence import ClientEvidence
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs.resolve import resolve

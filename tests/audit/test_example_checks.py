@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from whitebox import local_training
+from whitebox.local_training import ExampleEvidence, TrainerTarget
 
-from fedsim.audit import local_training
 from fedsim.audit.checks import findings
-from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLayer
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.privacy.laws.poisson import draw_poisson
@@ -58,14 +58,14 @@ def test_an_example_that_is_in_no_batch_is_tested_with_another_seed_or_not_at_al
     privacy = ExamplePrivacy(Clipping(1.0), 1.5)
     target = TrainerTarget.smaller(privacy, LocalWork(3, epochs=1), 12, 512)
     names = ("what else leaves a round", "what one example moves")
-    # With seed 38 the last example is in none of 16 batches.
-    runs = ExampleEvidence.of(target, rounds=5, worlds=40, seed=38)
+    # With seed 50 the last example is in none of 16 batches.
+    runs = ExampleEvidence.of(target, rounds=5, worlds=40, seed=50)
     assert findings(runs.checks(), "a line for every round")
     assert "neighbours" not in vars(runs)  # they are made only for their own checks
     assert [check.tested for check in findings(runs.checks(), *names)] == [True, True]
     assert runs.neighbours.moved.measured.startswith("0.66")
     monkeypatch.setattr(local_training, "SEEDS_TRIED", 1)
-    omitted = findings(ExampleEvidence.of(target, 5, 40, seed=38).checks(), *names)
+    omitted = findings(ExampleEvidence.of(target, 5, 40, seed=50).checks(), *names)
     assert [(check.name, check.tested) for check in omitted] == [(name, False) for name in names]
     assert "in no batch" in omitted[0].measured
 

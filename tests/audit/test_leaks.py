@@ -12,20 +12,23 @@ from bugs import BUGS
 from leaks import OF_BUDGETS
 from planted import strategies
 from slow_cases import slow_but
-
-from fedsim.audit import ALONE, OPPOSED, Finding, StrategyTarget, audit, evidence
-from fedsim.audit.checks import findings
-from fedsim.audit.config_evidence import ConfigEvidence, own_addresses
-from fedsim.audit.evidence import ClientEvidence
-from fedsim.audit.local_training import ExampleEvidence, TrainerTarget
-from fedsim.audit.neighbouring_runs import ClientNeighbours
-from fedsim.audit.plan_checks import (
+from whitebox import evidence
+from whitebox.clients import ALONE, OPPOSED
+from whitebox.config_evidence import ConfigEvidence, own_addresses
+from whitebox.evidence import ClientEvidence
+from whitebox.local_training import ExampleEvidence, TrainerTarget
+from whitebox.neighbouring_runs import ClientNeighbours
+from whitebox.plan_checks import (
     NoiseOnly,
     equal_sum_runs,
     nothing_but_sums,
     what_leaves,
 )
-from fedsim.audit.target import parameters
+from whitebox.strategy_audit import audit
+from whitebox.target import StrategyTarget, parameters
+
+from fedsim.audit import Finding
+from fedsim.audit.checks import findings
 from fedsim.audit.verdict import silenced_logs
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.config import RunConfig

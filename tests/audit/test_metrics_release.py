@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from slow_cases import slow_but
+from whitebox import config_evidence
+from whitebox.config_audit import audit_config
+from whitebox.config_evidence import ConfigEvidence, evaluating, own_addresses
+from whitebox.metrics_release import MetricsEvidence
 
 from fedsim import RunConfig
-from fedsim.audit import config_evidence
 from fedsim.audit.checks import Gathered, findings
-from fedsim.audit.config_audit import audit_config
-from fedsim.audit.config_evidence import ConfigEvidence, evaluating, own_addresses
-from fedsim.audit.metrics_release import MetricsEvidence
 from fedsim.errors import FedsimError
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_settings import PrivateMetrics

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+from whitebox.catalogue import NOISE
 
-from fedsim.audit.catalogue import NOISE
 from fedsim.audit.checks import Finding, findings
 from fedsim.audit.noise_checks import NoiseSample
 

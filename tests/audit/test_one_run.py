@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
+from whitebox.one_run import is_refuted, refuted_p_value
 
 from fedsim.audit import Claim
-from fedsim.audit.one_run import is_refuted, refuted_p_value
 from fedsim.privacy.losses import gaussian_epsilon
 
 

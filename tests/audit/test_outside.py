@@ -15,25 +15,25 @@ import pytest
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from slow_cases import slow_but
 
-from fedsim.audit.adapters import aggregation_target
-from fedsim.audit.adapters.flower import strategy_target
-from fedsim.audit.outside import (
+from fedsim.audit import (
     SyntheticFederation,
     TargetClaim,
     TargetRelease,
     audit_target,
     open_target,
 )
-from fedsim.audit.outside import audit as outside_audit
-from fedsim.audit.outside.attacks import (
+from fedsim.audit import target_audit as outside_audit
+from fedsim.audit.adapters import aggregation_target
+from fedsim.audit.adapters.flower import strategy_target
+from fedsim.audit.attacks import (
     TARGET_WORLDS,
     AttackResult,
     Observations,
     Target,
     even_unit_vector,
 )
-from fedsim.audit.outside.audit import TargetError
-from fedsim.audit.outside.federation import SHAPES
+from fedsim.audit.federation import SHAPES
+from fedsim.audit.target_audit import TargetError
 from fedsim.errors import FedsimError
 from fedsim.privacy.losses import gaussian_mu
 
@@ -267,7 +267,7 @@ def hanging(federation):
     time.sleep(600)
 
 def with_fedsim(federation):
-    from fedsim.audit.outside import TargetRelease
+    from fedsim.audit import TargetRelease
     return TargetRelease(honest(federation), statistics={"loss": [0.0] * federation.rounds})
 """
 

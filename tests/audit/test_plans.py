@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import pytest
 from planted import Adding
 from slow_cases import slow_but
+from whitebox.strategy_audit import audit
+from whitebox.target import StrategyTarget
 
-from fedsim.audit import StrategyTarget, Verdict, audit
+from fedsim.audit import Verdict
 from fedsim.cohorts import AllocationCohort, Cohort, CyclicCohort, FullCohort, SeparatedCohort
 from fedsim.mechanisms import Clipping
 from fedsim.privacy.laws import Participation

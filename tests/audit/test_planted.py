@@ -7,8 +7,10 @@ from bugs import BUGS
 from leaks import OF_ATTACKS, OF_BUDGETS
 from planted import strategies
 from slow_cases import slow_but
+from whitebox.strategy_audit import audit
+from whitebox.target import StrategyTarget
 
-from fedsim.audit import StrategyTarget, Verdict, audit
+from fedsim.audit import Verdict
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.mechanisms import (
     AdaClip,

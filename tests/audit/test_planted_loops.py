@@ -7,8 +7,7 @@ from typing import Any
 import planted_loops
 import pytest
 
-from fedsim.audit import Verdict
-from fedsim.audit.outside import TargetClaim, audit_target
+from fedsim.audit import TargetClaim, Verdict, audit_target
 
 SAMPLED = {"sampling": "poisson", "rate": 0.5}
 EXAMPLES = {**SAMPLED, "row": "example"}

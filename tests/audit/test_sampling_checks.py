@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
+from whitebox.catalogue import DRAWS
 
-from fedsim.audit.catalogue import DRAWS
 from fedsim.audit.checks import Finding, findings
 from fedsim.audit.sampling_checks import Sampled, declared_law
 from fedsim.cohorts import Cohort, InclusionSampler

@@ -12,8 +12,8 @@ import pytest
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
 from benchmarks.environments import environment
+from fedsim.audit import SyntheticFederation
 from fedsim.audit.adapters.flower import strategy_target
-from fedsim.audit.outside import SyntheticFederation
 from fedsim.cohorts import FullCohort
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
 from fedsim.privacy.ledger_file import BudgetSpentError

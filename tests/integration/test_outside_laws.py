@@ -128,7 +128,7 @@ def test_a_law_stands_once_in_a_ledger(run: Path) -> None:
 def test_an_audit_finds_no_violation_and_counts_what_is_declared(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedsim.audit.evidence.SYSTEM_ROUNDS", 30)
+    monkeypatch.setattr("whitebox.evidence.SYSTEM_ROUNDS", 30)
     said = fedsim(
         "audit", config, "--runs", "0", "--canaries", "0", "--rounds", "1",
         "--out", config.parent / "audit.png",

@@ -37,6 +37,8 @@ def strategy_target(
         def look(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             if server_round:
                 models.append(arrays.to_numpy_ndarrays())
+                # A round whose cohort is empty sends no messages.
+                grid.sampled += [[]] * (server_round - len(grid.sampled))
             return None
 
         _identify()

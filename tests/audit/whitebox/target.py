@@ -14,9 +14,9 @@ import torch
 from flwr.app import Array, Message
 from flwr.serverapp.strategy import Result
 from torch import Tensor
+from whitebox.clients import Canaries, SyntheticClients, World, clipped_scale, silent_clients
 
 from fedsim.audit.checks import Floats, Ids
-from fedsim.audit.clients import Canaries, SyntheticClients, World, clipped_scale, silent_clients
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors

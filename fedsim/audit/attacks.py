@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import bdtr, gammaln, log_ndtr, stdtr
 
 from fedsim.audit.checks import Finding, Floats, Statistic, invariant, statistical, untested
-from fedsim.audit.clients import absence
-from fedsim.audit.outside.claims import TargetClaim
-from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease
+from fedsim.audit.federation import SHAPES, SyntheticFederation, TargetRelease
+from fedsim.audit.target_claim import ReleaseClaim
 from fedsim.audit.two_world import Attack, distinguish
 
 LONG_NORM = 1e3
@@ -43,6 +43,24 @@ CLIPPED_SUM = "the sum is clipped instead of each row"
 OTHER_CLIP_NORM = "rows are clipped to another C than noise has"
 
 Target = Callable[[SyntheticFederation], TargetRelease]
+
+
+def absence(
+    absent: npt.NDArray[np.bool_], adjacency: str
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """What the absence of these clients, bool ``[n]``, means under an adjacency.
+
+    Returns
+    -------
+    replaced, ok, exist : bool ``[n]``
+        Under "replace-one" a counterpart is in their place; under "zero-out" they are sampled and
+        fail; under "add-remove" there are no such clients.
+    """
+    return (
+        absent & (adjacency == "replace-one"),
+        ~absent | (adjacency != "zero-out"),
+        ~absent | (adjacency != "add-remove"),
+    )
 
 
 def unit_vector(index: int) -> Floats:
@@ -96,7 +114,7 @@ class TargetWorld:
     zero_norm: float = 0.0
     other_direction: Floats | None = None
 
-    def federation(self, claim: TargetClaim, present: bool, seed: int) -> SyntheticFederation:
+    def federation(self, claim: ReleaseClaim, present: bool, seed: int) -> SyntheticFederation:
         """Make the federation with the canary, or its neighbour without."""
         n, c = claim.population, claim.clip_norm
         lengths, examples = np.full(n, self.other_norm), np.ones(n)
@@ -174,8 +192,10 @@ class Observations:
     sampled: Sequence[Sequence[Sequence[int]]]
 
     @classmethod
-    def of(cls, target: Target, federations: Sequence[SyntheticFederation]) -> Observations:
-        """Run the target on each federation."""
+    def of(
+        cls, target: Target, claim: ReleaseClaim, federations: Sequence[SyntheticFederation]
+    ) -> Observations:
+        """Run the target on each federation; rounds of claimed correlated noise are made white."""
         released = [target(federation) for federation in federations]
         models = np.stack([run.models for run in released])
         names = sorted({name for run in released for name in run.statistics})
@@ -185,7 +205,8 @@ class Observations:
             for name, values in run.statistics.items():
                 of_run[:, names.index(name)] = values
         sampled = [run.sampled for run in released if run.sampled is not None]
-        return cls(np.diff(models, axis=1, prepend=0.0), numbers, sampled)
+        moves = claim.independent_rounds(np.diff(models, axis=1, prepend=0.0))
+        return cls(moves, numbers, sampled)
 
     @property
     def halves(self) -> tuple[Observations, Observations]:
@@ -206,7 +227,7 @@ class AttackResult:
     """A world and its runs, without and with the canary."""
 
     world: TargetWorld
-    claim: TargetClaim
+    claim: ReleaseClaim
     without: Observations
     present: Observations
 

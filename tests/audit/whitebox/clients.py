@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim.audit.attacks import absence
 from fedsim.audit.checks import Floats
 from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
@@ -178,22 +179,6 @@ def longest_row(mechanism: Mechanism, layout: Layout) -> Tensor:
     """A row ``[d]`` whose length is exactly its bound, or each of its bounds."""
     huge = torch.full((1, layout.d), 1e12, dtype=torch.float64)
     return mechanism.bound(huge, layout=layout)[0]
-
-
-def absence(absent: Bools, adjacency: str) -> tuple[Bools, Bools, Bools]:
-    """What the absence of these clients, bool ``[n]``, means under an adjacency.
-
-    Returns
-    -------
-    replaced, ok, exist : bool ``[n]``
-        Under "replace-one" a counterpart is in their place; under "zero-out" they are sampled and
-        fail; under "add-remove" there are no such clients.
-    """
-    return (
-        absent & (adjacency == "replace-one"),
-        ~absent | (adjacency != "zero-out"),
-        ~absent | (adjacency != "add-remove"),
-    )
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,21 @@ and path. All others use strategies like the config's, with synthetic clients.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import torch
-from torch import Tensor
+from whitebox import catalogue
+from whitebox.evidence import FEW_ROUNDS, MEDIUM_PARAMETERS
+from whitebox.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
+from whitebox.ledger_checks import AFFORDABLE_ROUNDS, budget_between
+from whitebox.local_training import ExampleEvidence, TrainerTarget
+from whitebox.target import StrategyFactory, StrategyTarget, parameters
 
-from fedsim.audit import catalogue
-from fedsim.audit.bound_checks import Scale
-from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
-from fedsim.audit.claim import AFFORDABLE_ROUNDS, budget_between
-from fedsim.audit.evidence import FEW_ROUNDS, MEDIUM_PARAMETERS
-from fedsim.audit.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
-from fedsim.audit.local_training import ExampleEvidence, GradientRecorder, TrainerTarget
-from fedsim.audit.target import StrategyFactory, StrategyTarget, parameters
+from fedsim.audit.checks import Floats, Gathered
+from fedsim.audit.user_checks import ROWS
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, with_added_noise
@@ -37,7 +34,6 @@ from fedsim.runs import factories
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.runs.runner import drive
 from fedsim.strategies import DPFedAvg
-from fedsim.training import ClientData, Trainer
 
 _log = logging.getLogger("fedsim")
 
@@ -46,10 +42,6 @@ MOST_CLIENTS = 1000
 MOST_EXAMPLES = 512
 OWN_ROUNDS, OWN_STEPS = 2, 2
 """Number of rounds, and of each client's steps, of the config's own run."""
-OWN_EXAMPLES, OWN_SLACK = 8, 1e-2
-"""Number of the config's examples next to the canary, and the tolerance for their gradients."""
-FAINT = 1e-3
-"""A noise multiplier so small that rounding errors of the noise do not matter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +55,7 @@ class ConfigEvidence:
         """Samples and checks without attacks, at both levels."""
         yield lambda: own_addresses(self.config), catalogue.ADDRESSES
         if self.resolved.trainer.privacy is not None:
-            yield lambda: self.resolved, _OWN_EXAMPLES
+            yield lambda: self.resolved, ROWS
         if self.config.private:
             yield lambda: self.same_seed_other_noise, catalogue.ANOTHER_RUN
             yield lambda: self.promised, catalogue.PROMISE
@@ -287,82 +279,6 @@ def watched() -> Iterator[list[Address]]:
     finally:
         Randomness.watch = before
 
-
-def own_examples(resolved: Resolved) -> Finding:
-    """How far one example moves a client's noisy sum, with the config's own model and data."""
-    privacy = resolved.trainer.privacy
-    assert privacy is not None
-    data = resolved.trainer.data
-    largest = max(data.indices, key=len)[: OWN_EXAMPLES + 1]
-    x, y = data.x[largest], data.y[largest]
-    without = _sum(resolved, x[:-1], y[:-1])
-    longest, name, fault = 0.0, "none", None
-    for what, (features, target) in _canaries(x[-1], y[-1], data.y).items():
-        with_one = torch.cat([x[:-1], features[None]]), torch.cat([y[:-1], target[None]])
-        length = float(np.linalg.norm(_sum(resolved, *with_one) - without))
-        if not np.isfinite(length):
-            fault = f"a gradient that is not finite, with an example that {what}"
-        elif length > longest:
-            longest, name = length, what
-    # In units of the bounds, each of which allows a length of one.
-    allowed = math.sqrt(len(privacy.mechanism.cover(resolved.trainer.layout)))
-    if longest > allowed * (1 + OWN_SLACK):
-        fault = f"{longest:.4g} bounds, with an example that {name}"
-    examined = f"{len(largest) - 1} examples of one client, with and without another"
-    return invariant(examined, fault, f"{allowed:.4g} bounds at most")
-
-
-def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Features and target of canary examples, by what is special about each."""
-    canaries = {"is one of the client's": (x, y)}
-    others = targets[(targets != y).reshape(len(targets), -1).any(1)]
-    if len(others):
-        canaries["is mislabelled"] = (x, others[0])
-    if x.is_floating_point():
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
-        canaries |= {
-            "is noise": (noise, y),
-            "is a hundred times as large": (100 * x, y),
-            "is huge": (torch.full_like(x, 1e15), y),
-            "is NaN": (torch.full_like(x, torch.nan), y),
-        }
-    return canaries
-
-
-def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
-    """First noisy sum of a client with these examples, in units of the bounds, ``[d]``.
-
-    All examples are in the batch. The noise depends on the seed only, and cancels in a difference.
-    """
-    privacy = resolved.trainer.privacy
-    assert privacy is not None
-    recorder = GradientRecorder()
-    source = resolved.trainer.data
-    trainer = Trainer(
-        resolved.trainer.model,
-        recorder,
-        ClientData(x, y, [np.arange(len(y))], source.mean, source.std),
-        batch_size=0,
-        steps=1,
-        loss=factories.loss(resolved.config),
-        metrics={},
-        path=resolved.config.client.path,
-        kernel=resolved.config.client.kernel,
-        randomness=Randomness(1, "audit"),
-        device=resolved.trainer.device,
-        privacy=replace(privacy.scaled(FAINT), ledger_dir=None, max_epsilon=None),
-    )
-    for _ in trainer.train(trainer.initial(), np.zeros(1, dtype=np.int64), 1):
-        pass
-    ((_, _, gradient),) = recorder.gradients
-    mean = trainer.packing.unpack(gradient)[0].double().cpu().numpy()
-    scale = Scale.of(privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout)
-    return np.asarray((mean - scale.center) * len(y) / scale.radius)
-
-
-_OWN_EXAMPLES = checks_of("bound",
-    ("what one example moves in the model itself", own_examples, "gradients are not per example"),
-)  # fmt: skip
 
 _NEIGHBOURS = {
     "add-remove": "with the canary, or without such a client",

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from whitebox import catalogue
+from whitebox.clients import EXAMPLES, silent_clients
+from whitebox.target import StrategyFactory
 
-from fedsim.audit import catalogue
 from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
-from fedsim.audit.clients import EXAMPLES, silent_clients
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.target import StrategyFactory
 from fedsim.engines import LocalGrid
 from fedsim.federation.private_metrics import PrivateEvaluation
 from fedsim.federation.replies import Reply

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from whitebox.bound_checks import allowed_length
+from whitebox.clients import ALONE, OPPOSED, equal_sums, longest_row
+from whitebox.target import Observation, StrategyTarget, Target, parameters
 
-from fedsim.audit.bound_checks import allowed_length
 from fedsim.audit.checks import Finding, Floats, Ids, invariant, untested
-from fedsim.audit.clients import ALONE, OPPOSED, equal_sums, longest_row
 from fedsim.audit.noise_checks import pairs, repeats
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.target import Observation, StrategyTarget, Target, parameters
 from fedsim.privacy import Entry
 from fedsim.randomness import Address
 

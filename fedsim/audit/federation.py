@@ -183,7 +183,7 @@ def serve(name: str) -> None:
     """Answer requests until the input ends."""
     _let_adapters_be_imported()
     # A target that imports these classes from fedsim gets them, not others of the same names.
-    sys.modules["fedsim.audit.outside.federation"] = sys.modules[__name__]
+    sys.modules["fedsim.audit.federation"] = sys.modules[__name__]
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the audit alone tells of Ctrl-C
     # What the target prints must not be mixed with answers: its stdout becomes stderr. Nor may it
     # read requests: its stdin is empty.

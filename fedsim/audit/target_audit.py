@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,12 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.audit import catalogue
+from fedsim.audit import catalogue, causes
 from fedsim.audit import noise_checks as noise
-from fedsim.audit.checks import Finding, Part, invariant
-from fedsim.audit.noise_checks import NoiseSample
-from fedsim.audit.outside import causes
-from fedsim.audit.outside.attacks import (
+from fedsim.audit.attacks import (
     ADAPTIVE_WORLDS,
     NEARLY_ZERO_NORM,
     TARGET_WORLDS,
@@ -36,10 +33,12 @@ from fedsim.audit.outside.attacks import (
     TargetWorld,
     follows_rows,
 )
-from fedsim.audit.outside.causes import RowCauses
-from fedsim.audit.outside.claims import TargetClaim
-from fedsim.audit.outside.federation import SHAPES, SyntheticFederation, TargetRelease
+from fedsim.audit.causes import RowCauses
+from fedsim.audit.checks import Finding, Part, invariant
+from fedsim.audit.federation import SHAPES, SyntheticFederation, TargetRelease
+from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.sampling_checks import Sampled
+from fedsim.audit.target_claim import ReleaseClaim
 from fedsim.audit.verdict import Verdict, check_numbers, risk_of_attack
 from fedsim.errors import FedsimError
 
@@ -77,7 +76,7 @@ class TargetAudit:
     ----------
     target : callable
         Function from a `SyntheticFederation` to its releases.
-    claim : TargetClaim
+    claim : ReleaseClaim
     seconds : float
         Approximate time for all runs.
     runs : int
@@ -86,14 +85,20 @@ class TargetAudit:
     """
 
     target: Target
-    claim: TargetClaim
+    claim: ReleaseClaim
     seconds: float
     runs: int
     seed: int
     _zero_norm: float = field(default=0.0, init=False)
 
-    def verdict(self, confidence: float) -> Verdict:
+    def verdict(self, confidence: float, others: Sequence[Finding] = ()) -> Verdict:
         """Make all runs, and decide whether they refute the claim.
+
+        Parameters
+        ----------
+        confidence : float
+        others : sequence of Finding
+            Findings of the caller's own checks, which share the risk.
 
         Raises
         ------
@@ -109,7 +114,8 @@ class TargetAudit:
         results = [self._runs_of(world, runs, number) for number, world in enumerate(worlds, 1)]
         two_worlds = [result.attack(risk) for result in results]
         samples = self._samples([silent, results[0].present])
-        findings = [*self._noise_findings(silent), *self._row_findings(results, silent, samples)]
+        findings = [*others, *self._noise_findings(silent)]
+        findings += self._row_findings(results, silent, samples)
         findings += [] if samples is None else causes.sample_causes(samples)
         findings += [zero_rows, *self._epsilon_findings()]
         return Verdict(self.claim.claim, tuple(two_worlds), tuple(findings), confidence)
@@ -157,7 +163,7 @@ class TargetAudit:
     def _silent_runs(self) -> Observations:
         runs = max(2, MOST_SILENT // self.claim.rounds)
         federations = [self._silent_federation(self.seed + k) for k in range(runs)]
-        silent = Observations.of(self.target, federations)
+        silent = Observations.of(self.target, self.claim, federations)
         if not np.isfinite(silent.moves).all():
             raise FedsimError("for short rows the target released a model that is not finite.")
         return silent
@@ -170,7 +176,9 @@ class TargetAudit:
             for k in range(runs)
         ]
         # Observed together, since a number may be released on one side only.
-        return AttackResult(world, self.claim, *Observations.of(self.target, federations).halves)
+        return AttackResult(
+            world, self.claim, *Observations.of(self.target, self.claim, federations).halves
+        )
 
     def _noise_findings(self, silent: Observations) -> Iterator[Finding]:
         moves = silent.moves
@@ -181,7 +189,7 @@ class TargetAudit:
             return
         tests = _NOISE if self.claim.adaptive else (*_NOISE, *_GAUSSIAN)
         sample = self._sample(silent)
-        if self.claim.noise_multiplier is not None:
+        if self.claim.white_noise:
             checks = [check for check in catalogue.NOISE if check.test in tests]
             yield from causes.noise_causes(sample, checks)
         if self.claim.adaptive:
@@ -230,8 +238,8 @@ class TargetAudit:
         ]
         if self.claim.noise_multiplier is None or not ids:
             return None
-        event, population = self.claim.claim.events[0], self.claim.population
-        return Sampled.of(ids, event, population, self.claim.row + "s")
+        claim = self.claim
+        return Sampled.of(ids, claim.round_event, claim.population, claim.row + "s")
 
     def _epsilon_findings(self) -> list[Finding]:
         claim = self.claim
@@ -253,14 +261,17 @@ def _named(finding: Finding, part: Part, name: str, cause: str) -> Finding:
 
 def audit_target(
     target: Callable[[SyntheticFederation], Any],
-    claim: TargetClaim,
+    claim: ReleaseClaim,
     *,
     seconds: float = 25.0,
     runs: int = 0,
     confidence: float = 0.99,
     seed: int = 1,
+    others: Sequence[Finding] = (),
 ) -> Verdict:
     """Audit the claim of a target, whose results may be all that `TargetRelease.of` takes.
+
+    ``others`` are findings of the caller's own checks, which share the risk.
 
     Raises
     ------
@@ -280,7 +291,7 @@ def audit_target(
             raise TargetError(f"the target {name}", reason) from raised
 
     try:
-        return TargetAudit(release, claim, seconds, runs, seed).verdict(confidence)
+        return TargetAudit(release, claim, seconds, runs, seed).verdict(confidence, others)
     except FedsimError:
         raise
     except (ValueError, TypeError) as error:

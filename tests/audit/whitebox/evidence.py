@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-
-from fedsim.audit import catalogue
-from fedsim.audit.bound_checks import MeasuredNoise, Scale, changes_shape, in_units, length_finding
-from fedsim.audit.checks import Finding, Floats, Gathered, invariant, omitted_checks
-from fedsim.audit.claim import Claim
-from fedsim.audit.clients import (
+from whitebox import catalogue
+from whitebox.bound_checks import MeasuredNoise, Scale, changes_shape, in_units, length_finding
+from whitebox.clients import (
     NUMBERS,
     clipped_scale,
     failing_clients,
     one_coordinate_each,
     several_canaries,
 )
-from fedsim.audit.neighbouring_runs import ClientNeighbours
+from whitebox.neighbouring_runs import ClientNeighbours
+from whitebox.plan_checks import NoiseOnly, equal_sum_runs
+from whitebox.target import Observation, StrategyTarget, Target, parameters
+
+from fedsim.audit.checks import Finding, Floats, Gathered, invariant, omitted_checks
+from fedsim.audit.claim import Claim
 from fedsim.audit.noise_checks import NoiseSample, presence
-from fedsim.audit.plan_checks import NoiseOnly, equal_sum_runs
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.target import Observation, StrategyTarget, Target, parameters
 from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event

@@ -18,11 +18,13 @@ import torch
 from scipy.linalg import hadamard
 from scipy.stats import binom
 from torch import Tensor
+from whitebox.clients import EXAMPLES, Bools, Canaries, clipped_scale
+from whitebox.ledger_checks import common_claim
+from whitebox.target import Target
 
+from fedsim.audit.attacks import absence
 from fedsim.audit.checks import Floats, Statistic, statistical
-from fedsim.audit.claim import LEAST_P, Claim, common_claim
-from fedsim.audit.clients import EXAMPLES, Bools, Canaries, absence, clipped_scale
-from fedsim.audit.target import Target
+from fedsim.audit.claim import LEAST_P, Claim
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
 from fedsim.privacy.losses import bisected

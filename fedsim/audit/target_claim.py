@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from fedsim import regular_files
+from fedsim.audit.checks import Floats
 from fedsim.audit.claim import Claim
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event
+from fedsim.privacy import Adjacency, Event
 from fedsim.privacy.laws import Sampler
 from fedsim.privacy.laws.fixed import FixedSize
 from fedsim.privacy.laws.full import Full
@@ -20,9 +21,71 @@ from fedsim.privacy.losses import gaussian_mu
 from fedsim.settings import Ge, Gt, Le, Lt, read_settings, settings_of
 
 
+class ReleaseClaim(Protocol):
+    """What an audit must know of a target's claim: its federation, and what it promises."""
+
+    @property
+    def population(self) -> int:
+        """How many rows the attacked federation has."""
+
+    @property
+    def rounds(self) -> int:
+        """Number of releases, one after another."""
+
+    @property
+    def rate(self) -> float:
+        """Expected share of rows in a round."""
+
+    @property
+    def clip_norm(self) -> float:
+        """C, the largest L2 norm of a row."""
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Standard deviation of the noise on the sum, over C; None if it is not known."""
+
+    @property
+    def epsilon(self) -> float | None:
+        """An epsilon that is claimed beside a noise multiplier, to be checked against it."""
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Which federations are neighbours."""
+
+    @property
+    def row(self) -> Literal["client", "example"]:
+        """What a row is."""
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the clip norm follows the norms of rows from round to round."""
+
+    @property
+    def white_noise(self) -> bool:
+        """Whether noise has one size in all coordinates, so that the audit may test its law."""
+
+    @property
+    def shift(self) -> float | None:
+        """How far one row may move a round on average, in standard deviations of Gaussian noise.
+
+        None if that is not one number.
+        """
+
+    @property
+    def claim(self) -> Claim:
+        """The claim with its trade-off curve."""
+
+    @property
+    def round_event(self) -> Event:
+        """Event of one round, whose law says how rows are sampled."""
+
+    def independent_rounds(self, moves: Floats) -> Floats:
+        """Transform ``moves [..., rounds, d]`` so that noise of different rounds is independent."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetClaim:
-    """Claim about a target's releases.
+    """Claim about a target's releases, as somebody states it.
 
     With a noise multiplier, releases are claimed to be sampled Gaussians of sensitivity C. With an
     epsilon only, all rounds together are claimed to be (epsilon, delta)-private, with any noise.
@@ -126,6 +189,20 @@ class TargetClaim:
             return None
         assert self.epsilon is not None
         return gaussian_mu(self.epsilon, self.delta) / math.sqrt(self.rounds)
+
+    @property
+    def white_noise(self) -> bool:
+        """Whether the noise is known, so that its law can be tested."""
+        return self.noise_multiplier is not None
+
+    @property
+    def round_event(self) -> Event:
+        """Event of one round."""
+        return Event.of(self.sampler, self.noise_multiplier or 0.0)
+
+    def independent_rounds(self, moves: Floats) -> Floats:
+        """The moves: noise is claimed to be independent."""
+        return moves
 
     @property
     def claim(self) -> Claim:

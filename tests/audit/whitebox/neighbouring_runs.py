@@ -17,12 +17,12 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
+from whitebox.bound_checks import MeasuredNoise, allowed_length, length_finding, scalars_moved
+from whitebox.clients import ALONE, OPPOSED, Canaries, World, clipped_scale, longest_row
+from whitebox.plan_checks import SEEDS, difference
+from whitebox.target import Observation, StrategyTarget, Target
 
-from fedsim.audit.bound_checks import MeasuredNoise, allowed_length, length_finding, scalars_moved
 from fedsim.audit.checks import Finding, invariant
-from fedsim.audit.clients import ALONE, OPPOSED, Canaries, World, clipped_scale, longest_row
-from fedsim.audit.plan_checks import SEEDS, difference
-from fedsim.audit.target import Observation, StrategyTarget, Target
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.rows import Layout

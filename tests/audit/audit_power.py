@@ -1,6 +1,7 @@
-"""Detection and false-alarm rates of `fedsim audit`, on planted bugs and on honest configs.
+"""Detection and false-alarm rates of the white-box audit, on planted bugs and on honest configs.
 
-    python -m benchmarks.audit_power [--seeds 6] [--honest 10] [--only WORD] [--checks] [--out FILE]
+    PYTHONPATH=tests/audit python tests/audit/audit_power.py
+        [--seeds 6] [--honest 10] [--only WORD] [--checks] [--out FILE]
 
 Every planted bug (`tests/audit/bugs.py`) is audited with the demo's config, at several seeds;
 then configs without a bug, to count false alarms. CPU seconds are those of one audit, without
@@ -16,11 +17,12 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from fedsim.audit.config_audit import audit_config
+from whitebox.config_audit import audit_config
+
 from fedsim.audit.verdict import SHARE_OF_CHECKS
 from fedsim.config import RunConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HONEST = {
     "demo": [],
     "quantile": ["mechanism.name=quantile-clipping"],
@@ -53,9 +55,8 @@ def main() -> None:
     parser.add_argument("--checks", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tests" / "audit"))
-    import leaks  # type: ignore[import-not-found]  # noqa: F401 - registers its bugs
-    from bugs import BUGS  # type: ignore[import-not-found]
+    import leaks  # noqa: F401 - registers its bugs
+    from bugs import BUGS
 
     lines = ["| planted | caught | seen by | CPU s |", "| --- | --- | --- | --- |"]
     seeds = range(options.first, options.first + options.seeds)

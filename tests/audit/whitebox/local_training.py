@@ -9,28 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from whitebox import catalogue
+from whitebox.bound_checks import Scale
+from whitebox.clients import ALONE, SyntheticClients, clipped_scale
+from whitebox.evidence import FEW_PARAMETERS, Evidence
+from whitebox.ledger_checks import AFFORDABLE_ROUNDS, budget_between
+from whitebox.neighbouring_runs import Neighbours
+from whitebox.plan_checks import ExampleRun
+from whitebox.target import Observation, Target, parameters
 
-from fedsim.audit import catalogue
-from fedsim.audit.bound_checks import Scale
 from fedsim.audit.checks import Finding, Floats, Gathered, Ids, omitted_checks
-from fedsim.audit.claim import AFFORDABLE_ROUNDS, Claim, budget_between
-from fedsim.audit.clients import ALONE, SyntheticClients, clipped_scale
-from fedsim.audit.evidence import FEW_PARAMETERS, Evidence
-from fedsim.audit.neighbouring_runs import Neighbours
-from fedsim.audit.plan_checks import ExampleRun
+from fedsim.audit.claim import Claim
 from fedsim.audit.sampling_checks import Sampled
-from fedsim.audit.target import Observation, Target, parameters
 from fedsim.audit.two_world import distinguish
-from fedsim.clients import LocalAlgorithm
-from fedsim.clients.base import Gradient, Step
-from fedsim.clients.base import State as ClientState
+from fedsim.audit.user_checks import GradientRecorder
 from fedsim.errors import BudgetSpentError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy.local_work import LocalWork
@@ -70,19 +69,6 @@ def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
     """A loss that is the output, so that the gradient of an example is the example."""
     del targets
     return outputs[:, 0]
-
-
-@dataclass(frozen=True)
-class GradientRecorder(LocalAlgorithm):
-    """Client algorithm that records every gradient and leaves the parameters unchanged."""
-
-    gradients: list[tuple[int, int, Tensor]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-
-    def step(self, state: ClientState, gradient: Gradient, step: Step) -> None:
-        """Record the round, the step and the gradient."""
-        self.gradients.append((step.round, step.index, gradient.dense().clone()))
 
 
 @dataclass(frozen=True)

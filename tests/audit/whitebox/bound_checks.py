@@ -12,65 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy.special import chdtr
+from whitebox.target import Observation, Target
 
 from fedsim.audit.checks import Finding, Floats, Statistic, statistical
-from fedsim.audit.target import Observation, Target
-from fedsim.mechanisms import Mechanism, State
+from fedsim.audit.user_checks import Scale
+from fedsim.mechanisms import State
 from fedsim.privacy import Event
-from fedsim.rows import Layout
-from fedsim.rows.dense import scatter
-from fedsim.rows.exact import grid_unit
 
 SLACK = 1e-6
 """Relative tolerance for rounding to the grid, and of differences of parameters."""
 COARSE = 2.0**44
 """Numbers of more grid steps are too large for float64 to resolve a step."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Units of rows and noise in one round, for each coordinate.
-
-    Attributes
-    ----------
-    center, radius : float64 ``[d]``
-        A bounded row minus ``center``, divided by ``radius``, has norm 1 at most (in the columns
-        of each bound). The std of the sum's noise is ``radius`` times the noise multiplier.
-    zero : float64 ``[d]``
-        What a row of zeros adds to the sum, minus the center.
-    step : float64 ``[d]``
-        Step of the sums' grid, in units of ``radius``.
-    """
-
-    center: Floats
-    radius: Floats
-    zero: Floats
-    step: Floats
-
-    @classmethod
-    def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
-        """Compute it from the bounds' radii and their maps of a row of zeros and a row of ones."""
-        center, radius, step = (np.empty(layout.d) for _ in range(3))
-        # A bound may center and scale rows before it clips them, and undo that afterwards. This
-        # affine map is known from two points: zeros give the center, ones minus that the scale.
-        for segment in mechanism.cover(layout):
-            ready = segment.ready(state)
-            zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
-            at_zero = segment.bound.restore(zeros, ready)
-            at_one = segment.bound.restore(zeros + 1, ready)
-            limit = float(segment.bound.radius(ready, segment.layout.d))
-            scatter(torch.from_numpy(center), at_zero, segment.columns)
-            scatter(torch.from_numpy(radius), limit * (at_one - at_zero), segment.columns)
-            scatter(torch.from_numpy(step), zeros + grid_unit(limit) / limit, segment.columns)
-        still = torch.zeros(1, layout.d, dtype=torch.float64)
-        zero = mechanism.bound(still, state, layout)[0].numpy() - center
-        return cls(center, radius, zero, step)
-
-    def steps(self, mean: Floats, denominator: float, zeros: float = 0.0) -> Floats:
-        """Noise of a mean ``[..., d]`` over ``zeros`` rows of zeros, in steps of the sum's grid."""
-        # Each zero row, minus the center, was rounded towards zero to the grid before the sum.
-        shifted = zeros * np.trunc(self.zero / self.radius / self.step)
-        return np.asarray((mean - self.center) * denominator / self.radius / self.step - shifted)
 
 
 def changes_shape(states: Sequence[State]) -> bool:

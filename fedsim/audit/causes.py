@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedsim.audit.catalogue import DRAWS
-from fedsim.audit.checks import Check, Finding, Floats
-from fedsim.audit.noise_checks import NoiseSample, exact_repeats, layer_sizes, round_sizes, shape
-from fedsim.audit.outside.attacks import (
+from fedsim.audit.attacks import (
     CLIPPED_SUM,
     COUNTED_DENOMINATOR,
     OTHER_CLIP_NORM,
     UNCLIPPED_ROWS,
     AttackResult,
 )
-from fedsim.audit.outside.federation import SHAPES
+from fedsim.audit.catalogue import DRAWS
+from fedsim.audit.checks import Check, Finding, Floats
+from fedsim.audit.federation import SHAPES
+from fedsim.audit.noise_checks import NoiseSample, exact_repeats, layer_sizes, round_sizes, shape
 from fedsim.audit.sampling_checks import Sampled, frequencies, overlaps, spread, succession
 from fedsim.privacy.laws import Inclusion
 
