@@ -27,7 +27,6 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Adjacency, Event
 from fedsim.privacy.laws import declared_population
-from fedsim.privacy.laws.fixed import FixedSize
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan, of_user
 from fedsim.rows import Layout
@@ -115,7 +114,7 @@ class PlanClaim:
         noise = self.plan.noise
         if not isinstance(noise, Correlated):
             return moves
-        return np.einsum("st,...td->...sd", noise.matrix(moves.shape[-2]), moves)
+        return np.asarray(np.einsum("st,...td->...sd", noise.matrix(moves.shape[-2]), moves))
 
 
 _LAYOUT = Layout.of(
@@ -195,15 +194,13 @@ def attacked_plan(plan: ReleasePlan[Any], most: int, delta: float) -> ReleasePla
 
 
 def _smaller_sampler(sampler: Any) -> Any:
-    if declared_population(sampler) <= MAX_CLIENTS or of_user(sampler):
+    """The sampler with `MAX_CLIENTS` clients at the same rate, if its fields say how."""
+    names = {field.name for field in fields(sampler)} if is_dataclass(sampler) else set()
+    few = declared_population(sampler) <= MAX_CLIENTS
+    if few or of_user(sampler) or "population" not in names:
         return sampler
-    if isinstance(sampler, FixedSize):
-        return replace(
-            sampler, size=max(1, round(sampler.rate * MAX_CLIENTS)), population=MAX_CLIENTS
-        )
-    if is_dataclass(sampler) and any(field.name == "population" for field in fields(sampler)):
-        return replace(sampler, population=MAX_CLIENTS)
-    return sampler
+    size = {"size": max(1, round(sampler.rate * MAX_CLIENTS))} if "size" in names else {}
+    return replace(sampler, population=MAX_CLIENTS, **size)
 
 
 def _example_claim(resolved: Resolved) -> Claim:

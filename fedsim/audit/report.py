@@ -159,6 +159,6 @@ def draw(verdict: Verdict, title: str) -> Figure:
         checks = _by_part(verdict.checks)
         digits = [-math.log10(max(check.p_value, 1e-12)) for check in checks]
         limit = -math.log10(verdict.risk_of_check)
-        y = f"-log10 p; above {limit:.3g} is a violation"
-        charts.append(Bars("Tests", "test", y, list(map(str, checks)), digits))
+        heading = f"-log10 p; above {limit:.3g} is a violation"
+        charts.append(Bars("Tests", "test", heading, list(map(str, checks)), digits))
     return picture(charts, f"{title}\n{verdict}")
