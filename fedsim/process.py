@@ -113,6 +113,33 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
             signal.raise_signal(signal.SIGTERM)
 
 
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Handle a first Ctrl-C or SIGTERM at the end of the context; a second one at once."""
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    before: dict[int, Any] = {n: handler for n, handler in handlers.items() if handler is not None}
+
+    def defer(number: int, _frame: FrameType | None) -> None:
+        if arrived:
+            raise KeyboardInterrupt
+        arrived.append(number)
+
+    try:
+        for number in before:
+            signal.signal(number, defer)
+    except ValueError:  # not the main thread, which alone handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
+
+
 def usable_cores() -> int:
     """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fedsim import process
-from fedsim.process import thread_pool
+from fedsim.process import deferred_signals, thread_pool
 
 PROGRAM = """
 import ctypes, os, sys, time
@@ -90,3 +90,32 @@ def test_a_signal_handled_from_c_is_left_to_its_handler(monkeypatch) -> None:
             pass
     assert signal.getsignal(signal.SIGTERM) is usual
     assert signal.getsignal(signal.SIGINT) is own
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_is_handled_at_the_end_of_the_context_and_a_second_at_once(number) -> None:
+    handled: list[str] = []
+
+    def handle(_number: int, _frame: object) -> None:
+        handled.append("handled")
+        raise KeyboardInterrupt
+
+    def interrupted(times: int) -> None:
+        with deferred_signals():
+            for _ in range(times):
+                signal.raise_signal(number)
+            handled.append("continued")
+
+    before = signal.signal(number, handle)
+    try:
+        for times, expected in ((1, ["continued", "handled"]), (2, ["handled"])):
+            handled.clear()
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(times)
+            assert handled == expected
+        handled.clear()
+        interrupted(0)
+        assert handled == ["continued"]
+        assert signal.getsignal(number) is handle
+    finally:
+        signal.signal(number, before)

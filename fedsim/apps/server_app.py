@@ -29,6 +29,9 @@ from fedsim.runs.session import CALLERS_CALLBACKS
 
 _log = logging.getLogger("fedsim")
 
+LOG_FORMAT = "fedsim: %(levelname)s: %(message)s"
+"""Format of a ServerApp's lines in its run's log, from which the operator is shown warnings."""
+
 app = ServerApp()
 
 
@@ -140,7 +143,7 @@ def _show_our_log() -> None:
     # Only fedsim's logger: a root handler would show every HTTP request, even the log's uploads.
     if not _log.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fedsim: %(message)s"))
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
         _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     _log.propagate = False

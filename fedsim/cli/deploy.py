@@ -17,6 +17,7 @@ from fedsim.cli.console import Command, ConfigCommand, Output
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
+    from fedsim.config import RunConfig
     from fedsim.deploy.processes import Processes, Service
 
 
@@ -111,8 +112,22 @@ def init(
     console.print(f"{directory}: a federation of {nodes} nodes around {federation.hosts[0]}.")
     if insecure:
         console.print("It is insecure: anyone can join it, and read and change messages.")
+    if config is not None:
+        _warn_of_refusal(console, config, federation.node(0) / "node.toml")
     command = f"fedsim deploy up {shlex.quote(str(directory))}"
     console.print(f"`{command}` runs all of it on this machine, to rehearse.")
+
+
+def _warn_of_refusal(console: Console, config: RunConfig, node: Path) -> None:
+    """Say why the nodes, which all have the policy of this file, would refuse a run."""
+    from fedsim.deploy.policy import Policy
+
+    try:
+        Policy.load(node).check(config)
+    except FedsimError as error:
+        console.print(
+            f"{error} [policy] of each node.toml says what its node allows.", markup=False
+        )
 
 
 @deploy.command(cls=Command)
@@ -151,8 +166,8 @@ def superlink(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the SuperLink's database and the runs, kept across restarts. "
-            "DIRECTORY/state by default."
+            help="Directory of the SuperLink's database, kept across restarts. DIRECTORY/state by "
+            "default."
         ),
     ] = None,
 ) -> None:
@@ -164,19 +179,23 @@ def superlink(
 
     Nodes can reach only the port for SuperNodes. The operator, who has a token, uses this
     machine's loopback address (from elsewhere through `ssh -L 8000:127.0.0.1:8000`). The server
-    runs fedsim's own ServerApp and no other code. It writes runs to `$FEDSIM_RUNS`, or STATE/runs.
+    runs fedsim's own ServerApp and no other code. It writes runs to `$FEDSIM_RUNS`, by default to
+    `runs` of the federation that DIRECTORY is in; if it is in none, to STATE/runs.
     """
     from fedsim.deploy.certificates import end_of
+    from fedsim.deploy.federation import runs_of
     from fedsim.deploy.services import SuperLink
     from fedsim.runs.directory import RUNS
 
     party = SuperLink.load(directory)
     state = (directory / "state" if state is None else state).absolute()
-    variables = {RUNS: os.environ.get(RUNS, str(state / "runs"))}
+    runs = os.environ.get(RUNS) or str(runs_of(directory) or state / "runs")
+    variables = {RUNS: runs}
     services = [service.among(variables) for service in party.services(state, host=host)]
     message = f"The SuperLink is up; nodes reach it on port {party.fleet_port}."
     if not party.insecure:
         message += f" Its certificate is valid until {end_of(directory / 'server.pem')}."
+    message += f" Runs are in {runs}."
     _run_services(services, state / "logs", message)
 
 

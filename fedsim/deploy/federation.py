@@ -272,6 +272,13 @@ class Federation:
         write_public(self.operator / "config.toml", connection.encode())
 
 
+def runs_of(superlink: Path) -> Path | None:
+    """Directory of runs of the federation that a server's directory is in; None if in none."""
+    directory = superlink.absolute().parent
+    is_federation = (directory / _FEDERATION_TOML).is_file()
+    return Federation.load(directory).runs if is_federation else None
+
+
 def _is_host(host: str) -> bool:
     """Whether this is an IP address, or could be the name of a host."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -123,7 +124,7 @@ def _run_locally(
         operator = processes.operator
         run_id = operator.submit(bundle, federation_config=federation_config)
         with _interruptible_by(server):
-            _follow(operator, run_id, processes.tend)
+            _follow(operator, run_id, processes.tend, None if out is None else RunDirectory(out))
         return _read(resolved, RunDirectory(directory))
 
 
@@ -150,9 +151,13 @@ def _submit(
         run_id = operator.submit(write_app(Path(app), config.to_tree()))
     directory = resumed or RunDirectory(federation.runs / f"{config.name}-{run_id}")
     with rows.watch(directory, run_id) as poll:
-        _follow(operator, run_id, poll)
+        _follow(operator, run_id, poll, directory)
     if not directory.path.is_dir():
-        raise RanElsewhere(run_id, _artefact_place(operator.log(run_id)))
+        place = _artefact_place(operator.log(run_id))
+        directory = RunDirectory(place)
+        # The run's id is in the path, so that on another machine there is no such directory.
+        if not os.access(directory.config, os.R_OK):
+            raise RanElsewhere(run_id, place)
     if out is not None:
         RunDirectory(out).copy_from(directory)
     return _read(resolved, directory if out is None else RunDirectory(out))
@@ -172,16 +177,42 @@ def _interruptible_by(server: CallbackServer) -> Iterator[None]:
             raise
 
 
-def _follow(operator: Operator, run_id: int, poll: Callable[[], None]) -> None:
-    """Wait for a run to end; raise if it failed, and stop it on Ctrl-C."""
+def _follow(
+    operator: Operator, run_id: int, poll: Callable[[], None], directory: RunDirectory | None
+) -> None:
+    """Wait for a run to end; raise if it failed, and stop it on Ctrl-C.
+
+    Its artefacts are in ``directory``, if that is on this machine; None if they are not kept.
+    """
     try:
-        status = operator.follow(run_id, poll)
+        status = operator.follow(run_id, poll, _show_warning)
     except KeyboardInterrupt:
         operator.stop(run_id)
         raise
     if status != "finished:completed":
-        reason = _reason(operator, run_id)
-        raise RunFailedError(f"Flower reports '{status}' for run {run_id}: {reason}")
+        reason = _reason(operator, run_id).rstrip(".")
+        raise RunFailedError(
+            f"Flower reports '{status}' for run {run_id}: {reason}.{_how_to_resume(directory)}"
+        )
+
+
+def _how_to_resume(directory: RunDirectory | None) -> str:
+    """How to continue a run that failed; empty if it cannot be."""
+    if directory is None:
+        return ""
+    if not directory.path.is_dir():
+        return " If it has a checkpoint, the same command with --resume continues from there."
+    last = max(Checkpoints(directory.checkpoint).rounds(), default=None)
+    if last is None:
+        return ""
+    return f" The same command with --resume continues from its checkpoint of round {last}."
+
+
+def _show_warning(line: str) -> None:
+    """Show a line of a run's log if it is the ServerApp's warning, such as why a node refuses."""
+    _, mark, warning = line.partition("fedsim: WARNING: ")
+    if mark:
+        _log.warning("%s", warning)
 
 
 class _Rows:
@@ -298,7 +329,9 @@ def _reason(operator: Operator, run_id: int) -> str:
         return "its log cannot be had."
     errors: list[str] = re.findall(r"^[\w.]*(?:Error|Exception)\b.*$", log, flags=re.MULTILINE)
     causes = [error for error in errors if not any(words in error for words in _WRAPPED)]
-    return (causes or errors)[-1] if errors else "\n".join(log.splitlines()[-5:])
+    if errors:
+        return (causes or errors)[-1]
+    return operator.details(run_id)
 
 
 _WRAPPED = ("Ending simulation", "Simulation Runtime crashed")

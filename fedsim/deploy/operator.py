@@ -7,9 +7,12 @@ registers SuperNodes by their public keys, with Flower's own command but one Pyt
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +21,12 @@ from typing import Any
 
 from fedsim.deploy.processes import environment, program
 from fedsim.errors import FedsimError, RunFailedError
+from fedsim.process import deferred_signals
+
+_log = logging.getLogger("fedsim")
 
 _OUTAGE = 90.0  # seconds; an app of Flower's waits for its SuperLink for 60
+_STOP_SECONDS = 12.0
 
 
 class Operator:
@@ -60,35 +67,71 @@ class Operator:
         -------
         int
             The run's id.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            On Ctrl-C or SIGTERM, after the run has been stopped: nobody else would know its id.
         """
         options = ["--federation-config", federation_config] if federation_config else []
         options += ["--run-config", run_config] if run_config else []
-        answer = self._json("run", str(app), self.connection, *options)
-        return int(answer["run-id"])
+        run_id = None
+        try:
+            with deferred_signals():
+                answer = self._json("run", str(app), self.connection, *options)
+                run_id = int(answer["run-id"])
+        except KeyboardInterrupt:
+            if run_id is not None:
+                self.stop(run_id)
+            raise
+        return run_id
 
     def status(self, run_id: int) -> str:
         """A run's status: "pending", "starting", "running" or "finished:..."."""
+        return str(self._run_entry(run_id)["status"])
+
+    def details(self, run_id: int) -> str:
+        """Why a run has ended, as far as Flower knows."""
+        return str(self._run_entry(run_id).get("status-details", ""))
+
+    def _run_entry(self, run_id: int) -> dict[str, Any]:
         answer = self._json("list", self.connection, "--run-id", str(run_id))
         for run in answer["runs"]:
             if int(run["run-id"]) == run_id:
-                return str(run["status"])
+                entry: dict[str, Any] = run
+                return entry
         raise FedsimError(f"the SuperLink knows no run {run_id}.")
 
     def stop(self, run_id: int) -> None:
-        """Stop a run."""
-        self._run("stop", str(run_id), self.connection)
+        """Stop a run, after an interruption; warn how to stop it if that fails."""
+        try:
+            self._run("stop", str(run_id), self.connection, seconds=_STOP_SECONDS)
+        except (FedsimError, KeyboardInterrupt) as error:
+            _log.warning(
+                "run %d was not stopped (%s), and continues; stop it with "
+                "`FLWR_HOME=%s flwr stop %d %s`.",
+                *(run_id, str(error) or "interrupted again"),
+                *(shlex.quote(os.fspath(self.home)), run_id, self.connection),
+            )
 
     def log(self, run_id: int) -> str:
         """Output of the run's ServerApp so far."""
         return self._run("log", str(run_id), self.connection, "--show")
 
-    def follow(self, run_id: int, poll: Callable[[], None] = lambda: None) -> str:
+    def follow(
+        self,
+        run_id: int,
+        poll: Callable[[], None] = lambda: None,
+        show: Callable[[str], None] = lambda line: None,
+    ) -> str:
         """Wait for a run to end.
 
         Parameters
         ----------
         poll : callable
             Called several times a second, and at the end; it may raise to end the waiting.
+        show : callable
+            Called with each line of the run's log, once for lines that are equal.
 
         Returns
         -------
@@ -101,11 +144,14 @@ class Operator:
             If the SuperLink does not answer for longer than a run can survive.
         """
         silent_since: float | None = None
+        shown: set[str] = set()  # a stream that is opened again begins at the log's first line
         while True:
-            with self._stream(run_id) as stream:
+            with self._stream(run_id) as (stream, lines):
                 while stream.poll() is None:
                     poll()
+                    _show_new(lines, shown, show)
                     time.sleep(0.1)
+                _show_new(lines, shown, show)
             try:
                 status, silent_since = self.status(run_id), None
             except FedsimError:
@@ -122,20 +168,21 @@ class Operator:
             time.sleep(1.0)
 
     @contextmanager
-    def _stream(self, run_id: int) -> Iterator[subprocess.Popen[bytes]]:
-        """A process that ends with the run, or with the connection to the SuperLink."""
-        process = subprocess.Popen(
-            [program("flwr"), "log", str(run_id), self.connection, "--stream"],
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+    def _stream(self, run_id: int) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[str]]]:
+        """A process that ends with the run, or with its connection to the SuperLink; its output."""
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                [program("flwr"), "log", str(run_id), self.connection, "--stream"],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                yield process, _complete_lines(output.fileno())
+            finally:
+                process.kill()
+                process.wait()
 
     def _json(self, *arguments: str) -> dict[str, Any]:
         text = self._run(*arguments, "--format", "json")
@@ -147,24 +194,50 @@ class Operator:
             raise FedsimError(f"flwr {arguments[0]} failed: {answer.get('error-message', text)}")
         return answer
 
-    def _run(self, *arguments: str) -> str:
-        return self._run_to_end([program("flwr"), *arguments], arguments[0])
+    def _run(self, *arguments: str, seconds: float | None = None) -> str:
+        return self._run_to_end([program("flwr"), *arguments], arguments[0], seconds)
 
-    def _run_to_end(self, command: Sequence[str], name: str) -> str:
-        process = subprocess.run(
-            command,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def _run_to_end(self, command: Sequence[str], name: str, seconds: float | None = None) -> str:
+        try:
+            process = subprocess.run(
+                command,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=seconds,
+                # A terminal sends Ctrl-C to all processes of its group.
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise FedsimError(f"flwr {name} has not ended in {seconds:g} s.") from None
         if process.returncode != 0:
             raise FedsimError(f"flwr {name} failed: {(process.stdout + process.stderr).strip()}")
         return process.stdout
 
     def _environment(self) -> dict[str, str]:
         return {**environment(), "FLWR_HOME": os.fspath(self.home)}
+
+
+def _complete_lines(file: int) -> Iterator[str]:
+    """Each line of a file that another process writes; an empty string where there is none yet."""
+    unread, offset = b"", 0
+    while True:
+        arrived = os.pread(file, 1 << 20, offset)
+        offset += len(arrived)
+        *lines, unread = (unread + arrived).split(b"\n")
+        yield from (line.decode(errors="replace") for line in filter(None, lines))
+        if not arrived:
+            yield ""
+
+
+def _show_new(lines: Iterator[str], shown: set[str], show: Callable[[str], None]) -> None:
+    """Show the lines that have arrived and were not shown before."""
+    while line := next(lines):
+        if line not in shown:
+            shown.add(line)
+            show(line)
 
 
 def main(connection: str, keys: list[str]) -> None:

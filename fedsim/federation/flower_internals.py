@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from flwr.proto.node_pb2 import NodeInfo as NodeInfo
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
 from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
+from httpx import HTTPStatusError as HTTPStatusError
 
 from fedsim.errors import FedsimError
 
@@ -72,6 +74,16 @@ def deliver(message: Message, content: RecordDict) -> Message:
     delivered: Any = copy.copy(message)
     delivered.__dict__["_content"] = content
     return delivered  # type: ignore[no-any-return]
+
+
+def has_expired(message: Message) -> bool:
+    """Whether a message's time to live is over, so that a SuperLink refuses it."""
+    return message.metadata.created_at + message.metadata.ttl <= time.time()
+
+
+def renew(message: Message) -> None:
+    """Begin a message's time to live again; Flower then gives it a new id."""
+    message.metadata.created_at = time.time()
 
 
 def unavailable(message_id: str, run_id: int) -> Message:

@@ -11,7 +11,9 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
+from fedsim.cli import deploy as cli
 from fedsim.cli.deploy import deploy
+from fedsim.config import RunConfig
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.policy import Policy
 from fedsim.deploy.ports import free_ports
@@ -48,6 +50,38 @@ def test_init_gives_every_node_its_part_of_a_configs_data(tmp_path):
         policy = Policy.load(made.node(node) / "node.toml")
         assert policy.data_file == str(made.node(node) / "data.npz")
         assert Path(policy.data_file).exists()
+
+
+def test_nodes_with_parts_of_a_configs_data_accept_the_config_wherever_its_data_are(tmp_path):
+    (tmp_path / "run.toml").write_text(f'{CONFIG}[data]\ndir = "{tmp_path}"\n')
+    said = invoke("init", tmp_path / "fed", "--split", tmp_path / "run.toml").output
+    assert "refuses" not in said
+    policy = Policy.load(Federation.load(tmp_path / "fed").node(0) / "node.toml")
+    policy.check(RunConfig.load(tmp_path / "run.toml", ["engine.name=deployment"]))
+
+
+def test_init_says_why_its_nodes_would_refuse_the_config(tmp_path):
+    text = f'{CONFIG}[client]\nwork = "{tmp_path / "work.txt"}"\n'
+    (tmp_path / "work.txt").write_text("1\n1\n1\n")
+    (tmp_path / "run.toml").write_text(text)
+    said = invoke("init", tmp_path / "fed", "--split", tmp_path / "run.toml").output
+    said = " ".join(said.split())
+    assert "policy refuses the run: client.work is" in said
+    assert "node.toml says what its node allows" in said
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_server_writes_runs_where_its_federations_operator_looks(tmp_path, monkeypatch, inside):
+    monkeypatch.delenv("FEDSIM_RUNS", raising=False)
+    invoke("init", tmp_path / "fed")
+    directory = tmp_path / "fed" / "superlink"
+    if not inside:
+        directory = directory.rename(tmp_path / "superlink")
+    started = []
+    monkeypatch.setattr(cli, "_run_services", lambda services, *_: started.extend(services))
+    invoke("superlink", directory)
+    runs = tmp_path / "fed" / "runs" if inside else directory / "state" / "runs"
+    assert {service.variables["FEDSIM_RUNS"] for service in started} == {str(runs)}
 
 
 def test_init_gives_as_many_nodes_as_a_config_has_clients(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from fedsim.apps.server_app import _Submitter
+from fedsim.apps.server_app import LOG_FORMAT, _Submitter
 from fedsim.config import RunConfig
 from fedsim.deploy import launch
 from fedsim.deploy.launch import _directory, _follow, _interruptible_by
@@ -18,7 +19,7 @@ from fedsim.errors import FedsimError
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.record import RunRecord
+from fedsim.runs.record import RanElsewhere, RunRecord
 from fedsim.runs.run_ledgers import Ending
 from fedsim.strategies import RunFailedError
 
@@ -38,8 +39,13 @@ class Failing:
     def __init__(self, log: str) -> None:
         self._log = log
 
-    def follow(self, run_id: int, poll: Any) -> str:
+    def follow(self, run_id: int, poll: Any, show: Any) -> str:
+        for line in self._log.splitlines():
+            show(line)
         return "finished:failed"
+
+    def details(self, run_id: int) -> str:
+        return "No heartbeat received from the task"
 
     def log(self, run_id: int) -> str:
         return self._log
@@ -50,12 +56,45 @@ class Failing:
     [
         (LOG, "OutOfMemoryError: the node ran out of memory"),
         ("RuntimeError: An error was encountered. Ending simulation.", "Ending simulation"),
-        ("nothing that is an error", "nothing that is an error"),
+        ("round 1  usable 2\nround 2  usable 2\n", "No heartbeat received from the task"),
     ],
 )
-def test_a_run_that_failed_in_a_simulation_says_what_flower_wraps(log: str, reason: str) -> None:
-    with pytest.raises(RunFailedError, match=f"for run 7: .*{reason}"):
-        _follow(Failing(log), 7, lambda: None)
+def test_a_run_that_failed_says_its_cause(log: str, reason: str) -> None:
+    with pytest.raises(RunFailedError, match=rf"for run 7: .*{reason}\.$"):
+        _follow(Failing(log), 7, lambda: None, None)
+
+
+def test_a_run_that_failed_says_how_it_is_resumed(tmp_path: Path) -> None:
+    elsewhere = "If it has a checkpoint, the same command with --resume continues from there."
+    here = "The same command with --resume continues from its checkpoint of round 3."
+    directory = RunDirectory(tmp_path / "run")
+
+    def message() -> str:
+        with pytest.raises(RunFailedError) as failure:
+            _follow(Failing(""), 7, lambda: None, directory)
+        return str(failure.value)
+
+    assert message().endswith(f"task. {elsewhere}")
+    directory.path.mkdir()
+    assert message().endswith("task.")
+    for number in (2, 3):
+        (directory.checkpoint / f"round-{number}").mkdir(parents=True)
+    assert message().endswith(f"task. {here}")
+
+
+def test_warnings_of_the_server_reach_the_operators_screen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusal = "a node answered with an error: this node's policy refuses the run: data.dir is '/d'"
+    lines = [
+        logging.Formatter(LOG_FORMAT).format(logging.LogRecord("", level, "", 0, text, None, None))
+        for level, text in ((logging.INFO, "round 1"), (logging.WARNING, refusal))
+    ]
+    with caplog.at_level(logging.INFO, "fedsim"), pytest.raises(RunFailedError):
+        _follow(Failing("\n".join(lines)), 7, lambda: None, None)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", refusal)
+    ]
 
 
 def lose_the_superlink(*, asked: bool) -> None:
@@ -111,7 +150,7 @@ def test_callbacks_of_a_federations_run_are_called_and_ask_its_server_to_stop(
         def submit(self, app: Path) -> int:
             return 7
 
-        def follow(self, run_id: int, poll: Any) -> str:
+        def follow(self, run_id: int, poll: Any, show: Any) -> str:
             poll()
             file.start(["round"], [{"round": k} for k in range(first)])
             poll()
@@ -194,6 +233,40 @@ def test_callbacks_of_a_run_that_fails_when_it_is_resumed_get_no_earlier_ending(
     with pytest.raises(RunFailedError):
         launch._submit(resolved, MagicMock(runs=tmp_path), None, [watcher])
     assert watcher.calls == [("start", 0, None), ("end", 0, None)]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_run_that_another_directory_of_this_machine_has_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    place = RunDirectory(tmp_path / "state" / "fedsim-run-7")
+    copied: list[RunDirectory] = []
+
+    class Elsewhere:
+        def __init__(self, home: Path, connection: str) -> None: ...
+
+        def submit(self, app: Path) -> int:
+            return 7
+
+        def follow(self, run_id: int, poll: Any, show: Any) -> str:
+            if here:
+                place.path.mkdir(parents=True)
+                place.config.write_text("")
+            return "finished:completed"
+
+        def log(self, run_id: int) -> str:
+            return f"fedsim: INFO: the artefacts of run 7 are in {place.path}\n"
+
+    monkeypatch.setattr(launch, "Operator", Elsewhere)
+    monkeypatch.setattr(launch, "_read", lambda resolved, directory: directory)
+    monkeypatch.setattr(RunDirectory, "copy_from", lambda self, other: copied.append(other))
+    resolved, federation = MagicMock(config=RunConfig(), uncovered=()), MagicMock(runs=tmp_path)
+    if here:
+        launch._submit(resolved, federation, tmp_path / "out", [])
+        assert [directory.path for directory in copied] == [place.path]
+    else:
+        with pytest.raises(RanElsewhere, match=str(place.path)):
+            launch._submit(resolved, federation, tmp_path / "out", [])
 
 
 def test_a_run_without_a_directory_of_the_users_has_one_with_its_config() -> None:

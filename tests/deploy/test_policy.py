@@ -381,6 +381,17 @@ def test_no_file_of_a_nodes_can_be_named_without_its_leave(tmp_path, tables, why
         Policy.load(node(tmp_path, "")).check(config(**tables))
 
 
+@pytest.mark.parametrize("data", [{"dir": "/srv/data"}, {"name": "/srv/data.npz"}])
+def test_a_node_with_a_file_of_its_own_does_not_ask_where_the_runs_data_are(tmp_path, data):
+    run = config(data=data)
+    with pytest.raises(FedsimError, match="this node's policy refuses the run: data"):
+        Policy.load(node(tmp_path, "")).check(run)
+    own = Policy.load(node(tmp_path, 'data = "data.npz"'))
+    own.check(run)
+    with pytest.raises(FedsimError, match=r"model\.weights"):
+        own.check(config(data=data, model={"weights": "/srv/weights"}))
+
+
 def test_options_of_allowed_code_that_are_paths_lie_where_the_owner_says(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,15 @@ from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, printable
 from fedsim.federation.engines.directory import ClientDirectory, OwnGrid
 from fedsim.federation.engines.packed_messages import is_packed, pack_messages, unpack
-from fedsim.federation.flower_internals import NodeInfo, ObjectPushError, Run, deliver
+from fedsim.federation.flower_internals import (
+    HTTPStatusError,
+    NodeInfo,
+    ObjectPushError,
+    Run,
+    deliver,
+    has_expired,
+    renew,
+)
 
 _log = logging.getLogger("fedsim")
 
@@ -112,22 +120,31 @@ class StreamingGrid(OwnGrid):
         return self.directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and return their ids; none if the SuperLink restarts meanwhile, twice.
+        """Send messages, and return their ids; none if the SuperLink is restarted meanwhile, twice.
 
-        It then has the messages but has lost their contents, so that no node can answer. They are
-        sent once more under the same ids, by which the SuperLink gives each to its node only once.
+        A SuperLink that is restarted while it receives messages has them, but not their contents,
+        so that no node can answer. They are sent once more under the same ids, by which the
+        SuperLink gives each to its node only once. If it comes back when they have expired, it
+        refuses them; they are renewed and sent once more, since no node gets a message that has
+        expired. (A node that got one earlier has two requests, and charges each that it answers.)
         """
         messages = list(messages)
         if self._packs:
             messages = list(pack_messages(messages))
         for consequence in ("they are sent once more", "these do not answer"):
+            for message in filter(has_expired, messages):
+                renew(message)
             try:
                 return self._grid.push_messages(messages)
             except ObjectPushError as error:
-                count = len(messages)
-                _log.warning(
-                    "%d messages did not reach their nodes; %s: %s", count, consequence, error
-                )
+                reason = str(error)
+            except HTTPStatusError:
+                if not any(map(has_expired, messages)):
+                    raise
+                reason = "they have expired (engine.timeout) while the SuperLink did not answer."
+            _log.warning(
+                "%d messages did not reach their nodes; %s: %s", len(messages), consequence, reason
+            )
         return []
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

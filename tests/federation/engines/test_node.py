@@ -171,3 +171,14 @@ def test_a_node_with_a_file_does_not_guess_the_noise_that_others_need(monkeypatc
     resolved = resolve(config).config
     node = resolve_node(resolved, client=1, file=str(files[1]))
     assert node.release == resolve(config).release
+
+
+def test_a_node_with_a_file_of_its_own_reads_nothing_of_the_runs_data(tmp_path):
+    config = config_for("deployment")
+    (file, *_) = write_client_data(
+        config, data_to_write(config), lambda client: tmp_path / f"{client}.npz"
+    )
+    absent = str(tmp_path / "absent")
+    for key in ("data.dir", "data.name"):
+        node = resolve_node(config.replace(**{key: absent}), client=0, file=str(file))
+        assert node.trainer.data.size(0) > 0

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import time
 
+import httpx
+import pytest
 import torch
 from flwr.app import RecordDict
+from flwr.server.utils.validator import validate_message
 from flwr.serverapp.strategy import FedAvg
 from test_directory import RandomNodes, app_claiming
 from toy_clients import toy_app, toy_instructions
@@ -75,6 +78,60 @@ def test_messages_that_a_superlink_forgets_twice_are_clients_that_do_not_answer(
     assert "3 messages did not reach their nodes; these do not answer" in caplog.text
     replies = list(grid.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=5.0))
     assert len(replies) == 3
+
+
+class UnreachableGrid(LocalGrid):
+    """Its SuperLink comes back after some seconds, and refuses messages as Flower's does."""
+
+    outages: tuple[float, ...] = ()
+    fault = ""
+
+    def push_messages(self, messages):
+        self.pushed = [*getattr(self, "pushed", []), [message.object_id for message in messages]]
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = message.object_id
+        if self.outages:
+            time.sleep(self.outages[0])
+            self.outages = self.outages[1:]
+        faults = [
+            fault
+            for message in messages
+            for fault in validate_message(message, is_reply_message=False)
+        ]
+        if self.fault or faults:
+            request = httpx.Request("POST", "http://127.0.0.1/v1/runtime/push-messages")
+            answer = httpx.Response(400, request=request, text=self.fault or faults[0])
+            raise httpx.HTTPStatusError(answer.text, request=request, response=answer)
+        return super().push_messages(messages)
+
+
+def test_messages_that_expire_while_the_superlink_is_away_are_renewed(caplog):
+    unreachable = UnreachableGrid(toy_app(), num_nodes=3)
+    grid, unreachable.outages = StreamingGrid(unreachable), (1.2,)
+    with caplog.at_level("WARNING", "fedsim"):
+        replies = list(grid.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=1.0))
+    assert sorted(reply.metadata.src_node_id for reply in replies) == [2, 3, 4]
+    assert "they are sent once more: they have expired (engine.timeout)" in caplog.text
+    # Under new ids: the SuperLink may have the others, and never gives them to a node.
+    first, second = unreachable.pushed
+    assert not {*first} & {*second}
+
+
+def test_messages_that_expire_twice_are_clients_that_do_not_answer(caplog):
+    unreachable = UnreachableGrid(toy_app(), num_nodes=3)
+    grid, unreachable.outages = StreamingGrid(unreachable), (1.2, 1.2)
+    with caplog.at_level("WARNING", "fedsim"):
+        assert list(grid.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=1.0)) == []
+    assert "3 messages did not reach their nodes; these do not answer" in caplog.text
+    assert len(list(grid.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=1.0))) == 3
+
+
+def test_messages_that_a_superlink_refuses_for_another_reason_end_the_run():
+    unreachable = UnreachableGrid(toy_app(), num_nodes=3)
+    grid, unreachable.fault = StreamingGrid(unreachable), "mismatched run_id"
+    with pytest.raises(httpx.HTTPStatusError, match="mismatched run_id"):
+        list(grid.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=60.0))
+    assert len(unreachable.pushed) == 1
 
 
 def test_a_timeout_ends_the_wait_for_a_silent_node():
