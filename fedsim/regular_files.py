@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -15,6 +16,14 @@ from typing import Any
 
 RUN_MARKER = ".fedsim-run"
 """Name of the file that marks a directory as a run's; see `fedsim.runs.run_lock`."""
+
+MOST_PARTS = 64
+"""Parts that a dotted key of a TOML file may have."""
+
+_PART = rb"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
+_LONG_KEY = re.compile(
+    rb"^[ \t[]*%b(?:[ \t]*\.[ \t]*%b){%d}" % (_PART, _PART, MOST_PARTS), re.MULTILINE
+)
 
 
 def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
@@ -86,8 +95,11 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If its syntax or its encoding is bad, or an integer has too many digits.
+        If its syntax or its encoding is bad, an integer has too many digits, or a key too many
+        parts.
     """
+    if _LONG_KEY.search(content):  # the parser's time grows with the square of the parts
+        raise ValueError(f"a dotted key has more than {MOST_PARTS} parts")
     try:
         return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors may add a BOM
     except RecursionError:

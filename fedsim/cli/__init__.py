@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if any(option.startswith("error") for option in sys.warnoptions):
+        # Python's -W error: shown, but libraries warn while they are imported.
+        warnings.simplefilter("default")
     from fedsim.cli.boundary import guarded, open_standard_streams
 
     open_standard_streams()

@@ -41,7 +41,13 @@ from fedsim.config.sections import (
     StopSection,
     TaskSection,
 )
-from fedsim.config.tables import OUTSIDE_RELEASE, OUTSIDE_TRAINING, ConfigTable, drop_switched
+from fedsim.config.tables import (
+    OUTSIDE_RELEASE,
+    OUTSIDE_TRAINING,
+    ConfigTable,
+    drop_switched,
+    require_names,
+)
 from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
 from fedsim.errors import FedsimError
 from fedsim.settings import Constraint, Ge, Le
@@ -49,9 +55,9 @@ from fedsim.settings import Constraint, Ge, Le
 LARGEST_CONFIG = 2**20
 
 _NAME = Constraint(
-    lambda name: bool(re.fullmatch(r"(?!\.+$)[A-Za-z0-9._-]{1,100}", name, re.ASCII)),
-    "1 to 100 letters a to z, digits, '.', '_' and '-', and not only dots (it names files); any "
-    "other words go into title",
+    lambda name: bool(re.fullmatch(r"(?!\.+$|-)[A-Za-z0-9._-]{1,100}", name, re.ASCII)),
+    "1 to 100 letters a to z, digits, '.', '_' and '-', and not only dots, nor '-' first (it names "
+    "files, and commands take '-' for options); any other words go into title",
 )
 
 
@@ -144,6 +150,7 @@ class RunConfig(ConfigTable):
         FedsimError
             If a value is not allowed; the message names its key, the value and what is allowed.
         """
+        require_names(tree, "")
         return cls(**tree)
 
     @classmethod
@@ -166,6 +173,7 @@ class RunConfig(ConfigTable):
 
     @classmethod
     def _changed(cls, tree: dict[str, Any], changes: Mapping[str, Any]) -> RunConfig:
+        require_names(changes, "")
         drop_switched(cls, tree, changes)
         for key, value in changes.items():
             _assign(tree, key, value)

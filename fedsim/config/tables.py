@@ -306,6 +306,7 @@ class Choice(ConfigTable):
             options = read_options(options, key)
         if not isinstance(options, Mapping):
             raise FedsimError(f"{key} = {shown(options)}; it must be a table.")
+        require_names(options, key)
         settings = self.own_settings(name)
         common = {setting.key for setting in settings_of(type(self))}
         if not self.has_options(name):
@@ -342,6 +343,20 @@ class Choice(ConfigTable):
             )
         own_keys = [setting.key for setting in cls.own_settings(name)]
         return cls._unknown_among(key, [*(s.key for s in settings_of(cls)), *own_keys])
+
+
+def require_names(tree: Mapping[Any, Any], key: str) -> None:
+    """Refuse a table from Python with a key that is no string.
+
+    Raises
+    ------
+    FedsimError
+    """
+    for name in tree:
+        if not isinstance(name, str):
+            raise FedsimError(
+                f"{shown(name)} is a key of {key or 'the config'}; a key must be a string."
+            )
 
 
 def is_table(setting: Setting) -> bool:
@@ -390,6 +405,7 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
         raise FedsimError(
             f"{key} = {shown(value)}; it must be a table of settings such as {example_key}."
         )
+    require_names(value, key)
     return setting.type(**value)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,8 +207,8 @@ class _Roles:
         others = [name for name in table if name not in (target, *named.values())]
         names = [name.strip() for name in inputs.split("+")] if inputs else others
         roles = cls(tuple(names), target, named)
-        for name in (*roles.inputs, target):
-            if (*roles.inputs, target).count(name) > 1:
+        for name, times in Counter((*roles.inputs, target)).items():
+            if times > 1:
                 raise FedsimError(
                     f"data.columns is '{columns}'; '{name}' must be the target of {where} or an "
                     "input, and be named once."

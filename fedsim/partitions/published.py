@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -259,7 +260,7 @@ def _check(groups: Groups) -> None:
             f"partition.groups is {groups}; every group must have a class, and a class is 0 or "
             "above."
         )
-    twice = {label for label in classes if classes.count(label) > 1}
+    twice = [label for label, times in Counter(classes).items() if times > 1]
     if twice:
         raise FedsimError(
             f"partition.groups name the class {min(twice)} twice; each must be in one group."

@@ -216,7 +216,7 @@ class RunDirectory:
         FedsimError
             If the directory may not be used (see `check_free`) or cannot be written to.
         """
-        new_directories = _missing(self.path)
+        new_directories = missing_directories(self.path)
         claimed = False
         try:
             with self._explained():
@@ -398,7 +398,7 @@ def last_run(runs: Path, name: str) -> RunDirectory | None:
     return last if last is not None and last.holds_run() else None
 
 
-def _missing(path: Path) -> list[Path]:
+def missing_directories(path: Path) -> list[Path]:
     """The directories among ``path`` and its parents that do not exist, innermost first."""
     missing = []
     for directory in (path, *path.parents):

@@ -9,7 +9,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from fedsim.config import RunConfig
 from fedsim.config.release_keys import keys_outside_release, path_keys
 from fedsim.config.run_config import nested
 from fedsim.errors import FedsimError, printable
+from fedsim.privacy.durable import named_errors
 from fedsim.privacy.verification import METADATA
+from fedsim.runs.directory import missing_directories
 from fedsim.runs.saved import SavedRun
 
 PEFT = "peft"
@@ -180,12 +182,19 @@ def _new_directory(out: Path) -> Iterator[Path]:
     if os.path.lexists(out):
         raise FedsimError(f"--out {out} already exists; choose another directory.")
     draft = out.with_name(f".{out.name}.{os.getpid()}")
+    created = missing_directories(out.parent)
     try:
-        draft.mkdir(parents=True)
-        yield draft
-        draft.rename(out)
-    finally:
+        # Of the draft's files users know nothing.
+        with named_errors(out):
+            draft.mkdir(parents=True)
+            yield draft
+            draft.rename(out)
+    except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):
+            for directory in created:
+                directory.rmdir()
+        raise
 
 
 _EXAMPLES_TOO = (
@@ -226,10 +235,11 @@ def publish(saved: SavedRun, out: Path) -> Path:
     simulated = any(statement.simulated for statement in statements)
     if simulated:
         statements = [replace(s, head="", note=f"{s.note} {_NO_HEAD}".strip()) for s in statements]
+    weights = saved.weights  # read before anything is written
     with _new_directory(out) as draft:
         # Not the run's own metadata: from a release digest the seed can be found by search.
         about = [{"head": s.head, "lines": s.lines, "level": s.level} for s in statements]
-        model = serialise(saved.weights, metadata={METADATA: json.dumps(about, sort_keys=True)})
+        model = serialise(weights, metadata={METADATA: json.dumps(about, sort_keys=True)})
         (draft / "model.safetensors").write_bytes(model)
         # Without the ledger's path on the operator's machine.
         texts = [

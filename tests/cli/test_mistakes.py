@@ -8,6 +8,8 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -703,6 +705,34 @@ def test_a_sweep_leaves_the_users_tables_alone(tmp_path: Path, refused: Callable
     (tmp_path / "sweep.csv").write_text("mine")
     told = refused("sweep", "c.toml", "--over", "seed=1", "--out", ".")
     assert "--out . holds c.toml, sweep.csv but no run's marker" in told
+
+
+def test_warnings_of_libraries_end_no_command() -> None:
+    """That of click, at typer's import, would be an error by Python's option -W error."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(fedsim.__file__).parents[1])}
+    command = [sys.executable, "-W", "error", "-m", "fedsim", "--version"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"fedsim {fedsim.__version__}\n"
+
+
+def test_a_bundle_that_cannot_be_written_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    noise = ("--set", "mechanism.name=clipping", "--set", "noise.multiplier=1.0")
+    assert status("run", "c.toml", "-q", *noise, "--out", "private") == 0
+    write_text = Path.write_text
+
+    def full(path: Path, *arguments: Any, **settings: Any) -> int:
+        write_text(path, *arguments, **settings)
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    told = refused("export", "private", "--public", "--out", "new/bundle", expected=1)
+    assert told == "fedsim: new/bundle: No space left on device.\n"
+    assert not (tmp_path / "new").exists()
+    bundle = ("--public", "--out", "c.toml/bundle")
+    assert "c.toml/bundle" in refused("export", "private", *bundle, expected=1)
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_a_config_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
             RunConfig.load(path)
 
 
-@pytest.mark.parametrize("name", ["a", "A.b_c-9", "..a", "-", "a" * 100])
+@pytest.mark.parametrize("name", ["a", "A.b_c-9", "..a", "_-", "a" * 100])
 def test_a_name_may_stand_in_a_path(name: str) -> None:
     assert RunConfig.parse({"name": name, "title": "Größe 大小 [/bold]"}).name == name
 
@@ -303,3 +303,34 @@ def test_a_rule_and_a_range_of_a_setting_are_both_in_its_allowed_values() -> Non
 
     (setting,) = settings_of(Steps)
     assert allowed(setting) == "an even number and between 2 and 8"
+
+
+@pytest.mark.parametrize("key", [None, 3, (1, 2), b"name"])
+@pytest.mark.parametrize("where", ["", "client", "model.options"])
+def test_a_key_that_is_no_string_is_refused(key: Any, where: str) -> None:
+    tree: dict[Any, Any] = {key: 1}
+    for table in reversed(where.split(".") if where else []):
+        tree = {table: tree}
+    sentence = re.escape(f"{key!r} is a key of {where or 'the config'}; a key must be a string.")
+    with pytest.raises(FedsimError, match=sentence):
+        RunConfig.parse(tree)
+    if not where:
+        with pytest.raises(FedsimError, match=sentence):
+            RunConfig.from_run_config(tree)
+
+
+def test_a_key_of_very_many_parts_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    for key in (".".join(["a"] * 66), "[" + " . ".join(['"a.b"'] * 70) + "]", "'a'." * 65 + "b"):
+        config.write_text(f"rounds = 3\n  {key} = 1\n")
+        with pytest.raises(FedsimError, match="a dotted key has more than 64 parts"):
+            RunConfig.load(config)
+    title = ".".join(["a"] * 99)  # of a value, parts are not counted
+    config.write_text(f'title = "{title}"\nclient.lr = 0.5\n')
+    assert RunConfig.load(config).title == title
+
+
+def test_a_name_is_no_option_of_a_command() -> None:
+    assert RunConfig.of(["name=a-rf"]).name == "a-rf"
+    with pytest.raises(FedsimError, match=r"name = '-rf'; it must be .* nor '-' first"):
+        RunConfig.of(["name=-rf"])
