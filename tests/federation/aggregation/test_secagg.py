@@ -159,6 +159,38 @@ def test_errors_keep_their_reasons(resolved: Resolved, stage: str) -> None:
     assert reasons == {"budget": 1, "timeout": 1}
 
 
+def test_a_client_that_fails_when_its_share_is_in_the_sum_has_not_failed(
+    resolved: Resolved, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = strategy_of(resolved)
+    with caplog.at_level("WARNING", "fedsim"):
+        model = model_of(strategy, Failing(resolved, "unmask"), resolved)
+    assert model == model_of(strategy_of(resolved), LocalGrid(resolved.trainer), resolved)
+    report = strategy.report
+    assert report is not None
+    assert (report.usable, report.failed, report.summed) == (CLIENTS, 0, CLIENTS)
+    assert not any(report.reasons.values())
+    assert "client 1 does not help to unmask the sum, which its share is part of" in caplog.text
+    assert "out of the round" not in caplog.text
+
+
+def test_a_client_that_fails_at_the_last_stage_of_a_round_that_is_lost_has_failed(
+    resolved: Resolved,
+) -> None:
+    class Lost(Failing):
+        def changed(self, stage: str, reply: Message) -> Message | None:
+            lost = stage == "unmask" and reply.metadata.src_node_id > 4
+            return None if lost else super().changed(stage, reply)
+
+    strategy = strategy_of(resolved)
+    model_of(strategy, Lost(resolved, "unmask"), resolved)
+    report = strategy.report
+    assert report is not None
+    reasons = {name: count for name, count in report.reasons.items() if count}
+    assert (report.usable, report.summed) == (0, 0)
+    assert reasons == {"budget": 1, "timeout": 1, "missing": CLIENTS - 2}
+
+
 def test_the_server_receives_keys_sealed_shares_and_uniform_words(resolved: Resolved) -> None:
     grid = Unsteady(resolved, {})
     model_of(strategy_of(resolved), grid, resolved)

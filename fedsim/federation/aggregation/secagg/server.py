@@ -61,7 +61,7 @@ class SecureSum(ShareSum):
     secure: SecureAggregation
     _stages: Stages | None = field(default=None, init=False)
     _why_lost: str | None = field(default=None, init=False)
-    _failed: list[Block] = field(default_factory=list, init=False)
+    _failed: dict[int, Reason] = field(default_factory=dict, init=False)
     _survivors: list[int] = field(default_factory=list, init=False)
 
     @property
@@ -154,7 +154,10 @@ class SecureSum(ShareSum):
             "unmask", {client: {"survivors": survivors} for client in survivors}
         )
         shares = self._answers(
-            replies, survivors, lambda r: byte_strings(r, "shares", len(senders), SHARE_BYTES)
+            replies,
+            survivors,
+            lambda r: byte_strings(r, "shares", len(senders), SHARE_BYTES),
+            consequence="does not help to unmask the sum, which its share is part of",
         )
         if not self._has_enough(sorted(shares), "helped to unmask their sum"):
             return
@@ -187,6 +190,8 @@ class SecureSum(ShareSum):
         replies: Iterable[Message],
         expected: list[int],
         parse: Callable[[ConfigRecord], Answer],
+        *,
+        consequence: str = "is out of the round",
     ) -> dict[int, Answer]:
         """Parsed replies by client; a client whose reply cannot be parsed has failed."""
         client_of, waiting = self.instructions.recipients.client_of, {*expected}
@@ -203,9 +208,8 @@ class SecureSum(ShareSum):
                     raise FedsimError(str(reply.error.reason))
                 answers[client] = parse(reply.content.config_records[RECORD])
             except Exception as error:  # a malformed reply may raise any exception
-                _log.warning("client %s is out of the round: %s", client, printable(error))
-                ids = np.array([client], dtype=np.int64)
-                self._failed.append(Block.failed(ids, reason))
+                _log.warning("client %s %s: %s", client, consequence, printable(error))
+                self._failed[client] = reason
         return answers
 
     def _has_enough(self, clients: list[int], action: str) -> bool:
@@ -231,12 +235,20 @@ class SecureSum(ShareSum):
         return self._why_lost
 
     def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
-        """Blocks from an engine that trains in blocks; else the survivors, without their rows."""
+        """Blocks from an engine that trains in blocks; else the survivors, without their rows.
+
+        A survivor that fails at the last stage has not failed: its share is in the sum.
+        """
         if self.in_blocks:
             yield from super().replies(messages)
             return
         ids = np.array(self._survivors, dtype=np.int64)
-        for block in (*self._failed, Block.sent(ids, None, {})):
+        failed = [
+            Block.failed(np.array([client], dtype=np.int64), reason)
+            for client, reason in self._failed.items()
+            if client not in self._survivors
+        ]
+        for block in (*failed, Block.sent(ids, None, {})):
             if len((accepted := self.tally.take(block)).client_ids):
                 yield Reply(accepted)
 
