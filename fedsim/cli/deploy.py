@@ -93,6 +93,13 @@ def init(
 
         nodes = config.partition.clients
         data = data_to_write(config)  # a mistake in the config must not leave half a federation
+
+    def fill(federation: Federation) -> None:
+        if config is not None:
+            write_client_data(config, data, lambda client: federation.node(client) / "data.npz")
+            for number in range(federation.nodes):
+                Node.load(federation.node(number)).save({"data": "data.npz"})
+
     nodes = 2 if nodes is None else nodes
     federation = Federation.create(
         directory,
@@ -103,11 +110,8 @@ def init(
         fleet_port=fleet_port,
         insecure=insecure,
         home=home,
+        fill=fill,
     )
-    if config is not None:
-        write_client_data(config, data, lambda client: federation.node(client) / "data.npz")
-        for number in range(nodes):
-            Node.load(federation.node(number)).save({"data": "data.npz"})
     console = Output()
     console.print(f"{directory}: a federation of {nodes} nodes around {federation.hosts[0]}.")
     if insecure:

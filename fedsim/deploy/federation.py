@@ -18,7 +18,9 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +79,7 @@ class Federation:
         fleet_port: int = 9092,
         insecure: bool = False,
         home: Path | None = None,
+        fill: Callable[[Federation], None] = lambda federation: None,
     ) -> Federation:
         """Create the authority, the certificate, the nodes' keys, and the files of all parties.
 
@@ -88,34 +91,34 @@ class Federation:
             Days until the server's certificate expires.
         home : path, optional
             Path of this directory as the operator will see it, for example in a container.
+        fill : callable
+            Writes further files into the parties' directories, once these are complete.
 
         Raises
         ------
         FedsimError
             If an argument is not allowed, or the directory already contains a federation or a file
-            that a federation would write to. Nothing is written then.
+            that a federation would write to.
+        OSError
+            If a file cannot be written. In both cases nothing of a federation is left.
         """
         federation = cls(directory.absolute(), tuple(hosts), nodes, port, fleet_port, insecure)
         federation._check_settings(days)
         federation._check_free()
-        directory.mkdir(parents=True, exist_ok=True)
-        federation.directory.chmod(0o700)
-        if not insecure:
-            federation._make_certificates(days)
-        SuperLink(federation.superlink, port, fleet_port, insecure).save()
-        write_private(federation.superlink / "superexec.secret", secrets.token_hex(32).encode())
-        ledger_key, ledger_public = key_pair()
-        write_private(federation.superlink / "ledger.key", ledger_key)
-        roster = {federation._make_key(node): node for node in range(0 if insecure else nodes)}
-        write_roster(federation.roster, roster)
-        for node in range(nodes):
-            federation._make_node(node)
-        federation._make_operator((home or federation.directory) / "operator")
-        write_public(federation.operator / "ledger.pub", ledger_public)
-        federation.runs.mkdir()
-        for party in (federation.superlink, *(federation.node(node) for node in range(nodes))):
-            (party / "state").mkdir(mode=0o700)
-        write_party(directory / _FEDERATION_TOML, federation)
+        is_new = not directory.exists()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            federation.directory.chmod(0o700)
+            federation._make_parties(days, (home or federation.directory) / "operator")
+            fill(federation)
+            write_party(directory / _FEDERATION_TOML, federation)
+        except BaseException:
+            for path in federation._folders():  # `_check_free` has seen that none existed
+                shutil.rmtree(path, ignore_errors=True)
+            if is_new:
+                with suppress(OSError):
+                    directory.rmdir()
+            raise
         return federation
 
     @classmethod
@@ -221,13 +224,36 @@ class Federation:
             raise FedsimError(
                 f"{directory} already contains a federation; choose another directory."
             )
-        folders = [directory / "authority", self.superlink, self.operator, self.runs]
-        for path in (*folders, *map(self.node, range(self.nodes))):
+        for path in self._folders():
             if os.path.lexists(path):
                 raise FedsimError(
                     f"{directory} contains '{path.name}', which a federation would write to; "
                     "choose another directory."
                 )
+
+    def _folders(self) -> list[Path]:
+        """All directories in a federation's directory."""
+        folders = [self.directory / "authority", self.superlink, self.operator, self.runs]
+        return [*folders, *map(self.node, range(self.nodes))]
+
+    def _make_parties(self, days: int, operator: Path) -> None:
+        """Write all files of the parties; ``operator`` is the path of the operator's when used."""
+        nodes = range(self.nodes)
+        if not self.insecure:
+            self._make_certificates(days)
+        SuperLink(self.superlink, self.port, self.fleet_port, self.insecure).save()
+        write_private(self.superlink / "superexec.secret", secrets.token_hex(32).encode())
+        ledger_key, ledger_public = key_pair()
+        write_private(self.superlink / "ledger.key", ledger_key)
+        roster = {} if self.insecure else {self._make_key(node): node for node in nodes}
+        write_roster(self.roster, roster)
+        for node in nodes:
+            self._make_node(node)
+        self._make_operator(operator)
+        write_public(self.operator / "ledger.pub", ledger_public)
+        self.runs.mkdir()
+        for party in (self.superlink, *map(self.node, nodes)):
+            (party / "state").mkdir(mode=0o700)
 
     def _make_certificates(self, days: int) -> None:
         authority = Authority.create(days=max(days + 1, 3650))

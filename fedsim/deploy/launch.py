@@ -331,8 +331,16 @@ def _reason(operator: Operator, run_id: int) -> str:
     causes = [error for error in errors if not any(words in error for words in _WRAPPED)]
     if errors:
         return (causes or errors)[-1]
-    return operator.details(run_id)
+    details = operator.details(run_id)
+    return _CAUSES.get(details, details)
 
+
+_CAUSES = {
+    "No heartbeat received from the task": (
+        "the ServerApp has died, or has not reached its SuperLink for a minute"
+    )
+}
+"""Causes of what Flower says of a run that has logged no error."""
 
 _WRAPPED = ("Ending simulation", "Simulation Runtime crashed")
 """Errors that Flower's simulation logs after any error; they are not the cause."""

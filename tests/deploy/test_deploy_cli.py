@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import socket
 import subprocess
@@ -140,6 +142,17 @@ def test_init_with_a_config_that_has_no_data_makes_nothing(tmp_path):
     config.write_text('[data]\nname = "missing.csv"\n[partition]\nclients = 2\n')
     with pytest.raises(FedsimError, match="there are no such data"):
         invoke("init", tmp_path / "fed", "--split", config)
+    assert not (tmp_path / "fed").exists()
+
+
+def test_init_that_cannot_write_a_nodes_data_makes_nothing(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fedsim.apps.node.write_client_data", fails)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with pytest.raises(OSError, match="No space"):
+        invoke("init", tmp_path / "fed", "--split", tmp_path / "run.toml")
     assert not (tmp_path / "fed").exists()
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
+import os
 import re
 import stat
 import tomllib
@@ -10,6 +12,7 @@ import pytest
 import yaml
 from cryptography import x509
 
+from fedsim.deploy import certificates
 from fedsim.deploy import services as module
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.services import Node, SuperLink
@@ -124,6 +127,40 @@ def test_a_directory_with_files_of_a_federations_names_is_left_alone(tmp_path, n
         Federation.create(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert tmp_path.stat().st_mode == mode
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_disk_that_is_full_at_any_file_leaves_nothing_of_a_federation(
+    tmp_path, monkeypatch, is_new
+):
+    directory = tmp_path / "fed"
+    replace, written = certificates.durable.replace, []
+
+    def fill(federation):
+        certificates.write_private(federation.node(1) / "data.npz", b"examples")
+
+    def counted(path, *arguments, **options):
+        if len(written) == capacity:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+        written.append(path)
+        replace(path, *arguments, **options)
+
+    monkeypatch.setattr(certificates.durable, "replace", counted)
+    if not is_new:
+        directory.mkdir()
+        (directory / "mine").touch()
+    capacity = 0
+    while True:
+        written.clear()
+        try:
+            Federation.create(directory, nodes=2, fill=fill)
+        except OSError:
+            assert directory.exists() is not is_new
+            assert is_new or [path.name for path in directory.iterdir()] == ["mine"]
+            capacity += 1
+        else:
+            break
+    assert written[-2:] == [directory / "node-1" / "data.npz", directory / "federation.toml"]
 
 
 def test_a_directory_that_no_toml_file_can_name_is_refused(tmp_path):

@@ -56,7 +56,7 @@ class Failing:
     [
         (LOG, "OutOfMemoryError: the node ran out of memory"),
         ("RuntimeError: An error was encountered. Ending simulation.", "Ending simulation"),
-        ("round 1  usable 2\nround 2  usable 2\n", "No heartbeat received from the task"),
+        ("round 1  usable 2\nround 2  usable 2\n", "not reached its SuperLink for a minute"),
     ],
 )
 def test_a_run_that_failed_says_its_cause(log: str, reason: str) -> None:
@@ -74,12 +74,12 @@ def test_a_run_that_failed_says_how_it_is_resumed(tmp_path: Path) -> None:
             _follow(Failing(""), 7, lambda: None, directory)
         return str(failure.value)
 
-    assert message().endswith(f"task. {elsewhere}")
+    assert message().endswith(f"minute. {elsewhere}")
     directory.path.mkdir()
-    assert message().endswith("task.")
+    assert message().endswith("minute.")
     for number in (2, 3):
         (directory.checkpoint / f"round-{number}").mkdir(parents=True)
-    assert message().endswith(f"task. {here}")
+    assert message().endswith(f"minute. {here}")
 
 
 def test_warnings_of_the_server_reach_the_operators_screen(
