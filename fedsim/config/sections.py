@@ -193,10 +193,6 @@ class ClientSection(Choice, table="client"):
     max_grad_norm: Annotated[float, Ge(0)] = 0.0
     """Gradient clipping: a batch's gradient with a larger L2 norm is scaled down to it; 0 for none.
     This gives no privacy: mechanism and client.mechanism do."""
-    compression: str = ""
-    """Compression of updates: 'top-k(0.01)' sends the largest hundredth of the coordinates,
-    'bits(8)' sends 8 bits a coordinate. Clients add what was left out to their next update. Empty
-    for none."""
     state: Literal["reset", "client", "server"] = "reset"
     """The algorithm's state (a momentum, an adaptive rate) between rounds: it is reset, each client
     keeps its own, or all start from the mean that the server sends."""

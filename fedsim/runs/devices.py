@@ -82,8 +82,6 @@ class Devices:
         settings, clients = config.devices, config.partition.clients
         size, values = trainer.layout.dtype.itemsize, trainer.row_layout.d
         down, up = trainer.received_layout.d * size, values * size
-        if trainer.compression is not None:
-            up = trainer.compression.bytes(values, size)
         trace = _read_trace(Path(settings.trace), clients) if settings.trace else None
         return cls(config.seed, settings, trainer.workload.examples, down, up, trace)
 

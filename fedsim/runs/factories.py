@@ -37,7 +37,6 @@ from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.paths.choice import most_rows
-from fedsim.training.payload import Compression
 
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Any:
@@ -237,7 +236,6 @@ def trainer_of(
         device=device,
         privacy=privacy,
         max_grad_norm=client.max_grad_norm,
-        compression=Compression.parse(client.compression),
         state=client.state,
         state_dir=state_dir,
         test=test,

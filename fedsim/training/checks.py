@@ -170,10 +170,8 @@ def check_settings(
         )
 
 
-def check_algorithm(
-    algorithm: LocalAlgorithm, state: str, compression: object, *, personal: bool
-) -> None:
-    """Refuse algorithms that conflict with personal parameters or compression, or mix clients.
+def check_algorithm(algorithm: LocalAlgorithm, *, personal: bool) -> None:
+    """Refuse algorithms that conflict with personal parameters, or mix clients.
 
     A bound limits what a client's own row adds to a sum, not what it does to other clients' rows.
 
@@ -192,18 +190,6 @@ def check_algorithm(
         raise FedsimError(
             f"model.personal is empty; {name} (client.name) needs the "
             "patterns of the parameters that each client keeps to itself, such as 'head.*'."
-        )
-    if compression is not None and (personal or algorithm.receives):
-        extra = f"{name} (client.name) is sent {', '.join(algorithm.receives)} too"
-        reason = "model.personal is set" if personal else extra
-        raise FedsimError(
-            f"client.compression is set, and {reason}; it must be empty, unless clients send their "
-            "update alone and all that they train."
-        )
-    if compression is not None and state != "client":
-        raise FedsimError(
-            f"client.compression is set, and client.state is '{state}'; it must be 'client', "
-            "since clients keep the part that is not sent."
         )
     if _mixes_clients(algorithm, personal=personal):
         raise FedsimError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
 from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import GradientMethod
-from fedsim.training.payload import LEFT_OUT, PERSONAL, Compression, Payload, ReceivedVectors
+from fedsim.training.payload import PERSONAL, Payload, ReceivedVectors
 from fedsim.training.plain_steps import plain_loop
 from fedsim.training.private_steps import PrivateLoop, max_chunk
 from fedsim.training.probe import Probe, gradient_methods
@@ -69,8 +69,6 @@ class LocalRounds:
     client_state : PersistentState
     payload : Payload
     workload : Workload
-    compression : Compression or None
-        Compression of what clients send.
     privacy : ExamplePrivacy or None
         Example-level privacy, if clients have it.
     method : GradientMethod or None
@@ -87,7 +85,6 @@ class LocalRounds:
     client_state: PersistentState
     payload: Payload
     workload: Workload
-    compression: Compression | None
     privacy: ExamplePrivacy | None
     method: GradientMethod | None = field(default=None, init=False)
     releases: ExampleReleases | None = field(default=None, init=False)
@@ -215,8 +212,6 @@ class LocalRounds:
             {k: torch.from_numpy(v).to(start) for k, v in values.items()} | named,
             clients.carried,
         )
-        if self.compression is not None:
-            end = self._compressed(self.compression, end, received.vectors, clients.carried)
         if personal := self.client_state.personal:
             end.carried[PERSONAL] = end.theta[:, personal.positions]
         if self.reports_loss:
@@ -307,20 +302,6 @@ class LocalRounds:
         if self.client_state.kind != "reset":
             metrics["fresh-state"] = (~clients.carried.present).astype(np.float64)
         return metrics
-
-    def _compressed(
-        self, compression: Compression, end: EndState, vectors: Tensor, carried: CarriedState
-    ) -> EndState:
-        """Compress the updates from ``vectors [1 or n, d]``, and keep the part that is not sent."""
-        shared = self.payload.shared
-        target = shared.unpack(end.theta) - vectors
-        if LEFT_OUT in carried.rows:
-            present = torch.from_numpy(carried.present).to(target.device)[:, None]
-            target = torch.where(present, target + carried.rows[LEFT_OUT].to(target), target)
-        rows = vectors + compression(target)
-        # Relative to the update as the server sees it: adding the parameters has rounded it.
-        left_out = target - (rows - vectors)
-        return replace(end, theta=shared.pack(rows), carried={**end.carried, LEFT_OUT: left_out})
 
 
 def set_training(model: nn.Module) -> None:

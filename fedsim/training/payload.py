@@ -1,13 +1,11 @@
 """Which of a client's parameters it sends, and how they are packed into a row.
 
 A row is the update of the shared parameters, then the algorithm's named vectors. A client may keep
-some parameters to itself (personal), and may compress what it sends.
+some parameters to itself (personal).
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -195,77 +193,3 @@ class Payload:
 
     def _row(self, name: str, values: Tensor) -> Tensor:
         return self.shared.unpack(values) if self.receives[name] == "model" else values
-
-
-LEFT_OUT = "compression.left-out"
-"""Name of what a client has left out so far, ``[n, d]``, in the state that it keeps."""
-
-INDEX_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Compression:
-    """Compression of updates: the largest coordinates alone, or coordinates rounded to some bits.
-
-    With error feedback (Seide et al. 2014; Karimireddy et al. 2019) a client compresses its update
-    plus what it has left out so far, and keeps the difference. The compressed update is what is
-    sent, bounded and summed: a bound sees nothing else.
-
-    Attributes
-    ----------
-    share : float
-        Share of coordinates that are sent: the largest in absolute value, at least one; 1 for all.
-    bits : int
-        Bits of a coordinate: it is rounded to one of ``2^bits - 1`` multiples, from -m to m, of the
-        largest absolute value over m. With 1 bit it is its sign times the mean absolute value. 0
-        for no rounding.
-    """
-
-    share: float = 1.0
-    bits: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Self | None:
-        """Parse ``top-k(0.01)`` or ``bits(8)``; None for an empty text.
-
-        Raises
-        ------
-        FedsimError
-        """
-        match = re.fullmatch(r"(top-k|bits)\(([0-9.e-]{1,20})\)", text)
-        if not text:
-            return None
-        try:
-            method, amount = match.groups() if match else ("", "")
-            if method == "top-k" and 0 < float(amount) <= 1:
-                return cls(share=float(amount))
-            if method == "bits" and 1 <= int(amount) <= 16:
-                return cls(bits=int(amount))
-        except ValueError:
-            pass
-        raise FedsimError(
-            f"client.compression = '{text}'; it must be top-k(share) with a share above 0 and up "
-            "to 1, bits(number) with a number from 1 to 16, or empty."
-        )
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Compress rows ``[n, d]``, each by itself."""
-        if self.bits == 0:
-            largest = torch.topk(rows.abs(), self.coordinates(rows.shape[1]), dim=1).indices
-            return torch.zeros_like(rows).scatter_(1, largest, rows.gather(1, largest))
-        if self.bits == 1:
-            return rows.sign() * rows.abs().mean(dim=1, keepdim=True)
-        steps = 2 ** (self.bits - 1) - 1
-        unit = rows.abs().amax(dim=1, keepdim=True) / steps
-        return torch.where(unit > 0, (rows / unit).round() * unit, rows)
-
-    def coordinates(self, d: int) -> int:
-        """How many of ``d`` coordinates are sent."""
-        # Slightly less, since .07 of 100 is 7.000000000000001 in floating point.
-        return min(d, max(1, math.ceil(self.share * d * (1 - 1e-12))))
-
-    def bytes(self, d: int, itemsize: int) -> int:
-        """Bytes of a compressed row: values with their indices, or rounded bits and their unit."""
-        if self.bits:
-            return math.ceil(d * self.bits / 8) + itemsize
-        return self.coordinates(d) * (itemsize + INDEX_BYTES)

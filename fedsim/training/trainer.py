@@ -32,7 +32,7 @@ from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths import choice
-from fedsim.training.payload import Compression, Payload, Personal, positions_of
+from fedsim.training.payload import Payload, Personal, positions_of
 from fedsim.training.steps import RoundClients, RoundStart, Stepper
 
 
@@ -75,8 +75,6 @@ class Trainer:
     max_grad_norm : float
         Largest L2 norm of a batch's gradient; longer ones are scaled down to it. 0 for no limit.
         It gives no privacy, and is refused with example-level privacy.
-    compression : Compression, optional
-        Compression of updates; each client keeps the part not sent (``state`` must be "client").
     state : "reset", "client" or "server"
         The algorithm's state (ADADP's rate, a momentum) between rounds: reset; kept by each client;
         or averaged by the server over the last round's clients, which report it, and sent to all
@@ -124,7 +122,6 @@ class Trainer:
         device: torch.device | str = "cpu",
         privacy: ExamplePrivacy | None = None,
         max_grad_norm: float = 0.0,
-        compression: Compression | None = None,
         state: StateKind = "reset",
         state_dir: FilePath | None = None,
         personal: Collection[str] = (),
@@ -151,10 +148,9 @@ class Trainer:
         self.randomness = randomness
         self.privacy = privacy
         self.max_grad_norm = max_grad_norm
-        self.compression = compression
         self.personal = Personal.of(self.model, personal)
         self.alternation = alternation
-        checks.check_algorithm(algorithm, state, compression, personal=bool(self.personal))
+        checks.check_algorithm(algorithm, personal=bool(self.personal))
         self.client_state = PersistentState(
             state, algorithm, self.personal, data.population, state_dir
         )
@@ -197,9 +193,7 @@ class Trainer:
         written = positions_of(packing, statistics, self.device) if statistics else None
         stepper = Stepper(chosen, data, algorithm, packing, client_state.entries, max_norm, written)
         stepper.captured = captured_steps(stepper, self.block_size)
-        return LocalRounds(
-            trained, stepper, client_state, payload, self.workload, self.compression, privacy
-        )
+        return LocalRounds(trained, stepper, client_state, payload, self.workload, privacy)
 
     @property
     def population(self) -> int:
@@ -280,7 +274,7 @@ class Trainer:
     def _copy(self, **changes: Any) -> Self:
         names = (
             "model", "algorithm", "data", "loss", "metrics", "test", "randomness", "device",
-            "kernel", "privacy", "max_grad_norm", "compression", "alternation",
+            "kernel", "privacy", "max_grad_norm", "alternation",
             "block_size",  # one for all devices of a run, not the rule's for each
         )  # fmt: skip
         settings = {name: getattr(self, name) for name in names} | vars(self.workload.work)

@@ -87,18 +87,3 @@ def test_what_clients_keep_is_neither_written_nor_spent(state, tmp_path, monkeyp
     assert before
     tune(path, None, clients=3, repeats=1)
     assert contents() == before
-
-
-def test_a_run_with_compression_is_measured(tmp_path, capsys):
-    path = tmp_path / "run.toml"
-    config = RunConfig.parse(
-        {
-            "partition": {"clients": 3, "max-examples": 60},
-            "client": {"compression": "top-k(0.1)", "state": "client"},
-            "mechanism": {"name": "none"},
-            "engine": {"device": "cpu"},
-        }
-    )
-    path.write_text(config.to_toml(), encoding="utf-8")
-    tune(path, None, clients=2, repeats=1)
-    assert "By default: path 'layered'" in capsys.readouterr().out

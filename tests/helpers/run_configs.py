@@ -60,9 +60,6 @@ RUNS: dict[str, list[str]] = {
     ],
     "no privacy, fednova, work of their own": ["client.name=fednova", "client.work=whole(1,3)"],
     "no privacy, ditto": ["client.name=ditto", "client.state=client", "client.lr=0.1", *FIXED],
-    "no privacy, compressed, layered path": [
-        "client.compression=top-k(0.1)", "client.state=client", "client.path=layered", *MLP,
-    ],
     "no privacy, proximal, func path, float64": [
         "client.proximal=0.1", "client.path=func", "model.dtype=float64", *MLP,
     ],
