@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from matplotlib.figure import Figure
@@ -25,7 +24,7 @@ from experiments.framework.spread import all_ahead, listed, over_seeds, paired
 from experiments.landscape.picture import Square, map_picture
 from fedsim.config import RunConfig, Scalar
 from fedsim.privacy import Accountant
-from fedsim.privacy.laws.selection import Distribution, Selection
+from fedsim.privacy.selection import Distribution, selection_epsilon
 from fedsim.runs.factories import release_plan
 from fedsim.runs.metrics import Row
 
@@ -170,11 +169,11 @@ class Landscape(ConfigRuns):
             return super().run(settings)
         config, count = self.config_of(settings[PRICE]), len(self.settings.clip_norms)
         delta, plan = config.noise.delta, release_plan(config)
-        runs = [plan.event().over(config.rounds)] * count
-        result: Result = {"one": plan.epsilon(delta), "all": Accountant(runs).epsilon(delta)}
+        one = plan.event().over(config.rounds)
+        everything = Accountant([one] * count).epsilon(delta)
+        result: Result = {"one": plan.epsilon(delta), "all": everything}
         for name in NUMBERS:
-            chosen = replace(plan, selection=Selection(name, count))
-            result[name] = chosen.epsilon(delta)
+            result[name] = selection_epsilon([one], count, delta, distribution=name)
         return result
 
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:

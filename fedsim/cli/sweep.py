@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fedsim.runs.sweep import Halving, SweepRun
 
 
-FEW_RUNS = 5
 SOME_FAILED = 3
 """Exit status of a sweep in which some runs failed."""
 
@@ -58,24 +57,6 @@ def sweep(
     first_rounds: Annotated[
         int, typer.Option(min=1, help="Rounds before the first rung of --halving.")
     ] = 1,
-    select: Annotated[
-        str | None,
-        typer.Option(
-            metavar="random-stopping",
-            help="Make a random number of runs, and publish only the best one, charged for that.",
-        ),
-    ] = None,
-    select_mean: Annotated[
-        float | None,
-        typer.Option(help="The mean of that number; as many as there are settings if unset."),
-    ] = None,
-    select_number: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DISTRIBUTION",
-            help="logarithmic, geometric or poisson; the cheaper of the first and last if unset.",
-        ),
-    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The sweep's directory; `runs/<name>-sweep` if unset.")
     ] = None,
@@ -97,12 +78,6 @@ def sweep(
         fedsim sweep digits.toml --over "client.lr=log(0.01,1)" --random 27 --halving 3
         --first-rounds 2 --set data.validation=0.1
 
-    Honest selection makes a random number of runs on settings drawn at random, publishes the best
-    one by `data.validation` and deletes the others; the ledger charges what this choice costs:
-
-        fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --select random-stopping
-        --set data.validation=0.1 --set noise.entropy=system
-
     Every run has a directory of its own; sweep.csv, sweep-seeds.csv (mean and standard deviation
     over seeds) and sweep.png compare them. An interrupted sweep is continued by starting it again.
     The exit status is 3 if runs failed; the others are not affected.
@@ -119,19 +94,10 @@ def sweep(
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
-    for option, value, parent, parent_value in (
-        ("--first-rounds", None if first_rounds == 1 else first_rounds, "--halving", halving),
-        ("--select-mean", select_mean, "--select", select),
-        ("--select-number", select_number, "--select", select),
-    ):
-        if parent_value is None and value is not None:
-            raise FedsimError(f"{option} = {value}; it belongs to {parent}.")
+    if halving is None and first_rounds != 1:
+        raise FedsimError(f"--first-rounds = {first_rounds}; it belongs to --halving.")
     where = out or Path("runs") / f"{base.name}-sweep"
     console = Output()
-    if select is not None:
-        _check_select(select, halving)
-        _select(console, grid, where, select_mean, select_number)
-        return
     _check_directory(where, grid)
     if done := sum(is_done(member, where) for member in grid):
         console.print(f"{done} of {len(grid)} runs are already finished.")
@@ -170,47 +136,6 @@ def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
         with suppress(FedsimError):
             return RunConfig.load(config, [*set_, *firsts])
         raise
-
-
-def _check_select(select: str, halving: int | None) -> None:
-    if select != "random-stopping":
-        raise FedsimError(f"--select is {select!r}; it must be 'random-stopping'.")
-    if halving is not None:
-        raise FedsimError(
-            f"--halving is {halving}; it must be left out with --select, which compares whole runs."
-        )
-
-
-def _select(
-    console: Console,
-    grid: Sequence[SweepRun],
-    where: Path,
-    mean: float | None,
-    distribution: str | None,
-) -> None:
-    """Make a random number of runs, and print the settings and directory of the best one."""
-    from fedsim.privacy.laws.selection import Selection
-    from fedsim.runs.sweep import RandomStopping
-
-    mean = len(grid) if mean is None else mean
-    # Of the distributions of the number of runs, Poisson costs least if few runs are expected.
-    default = "poisson" if mean <= FEW_RUNS else "logarithmic"
-    selection = Selection(distribution or default, mean)  # type: ignore[arg-type]
-    stopping = RandomStopping(selection)
-    stopping.members(grid)  # raises for an invalid grid, before anything is printed
-    console.print(
-        f"A {selection.distribution.replace('poisson', 'Poisson')} number of runs, {mean:g} on "
-        "average, of settings drawn at random; their number stays secret."
-    )
-    selected = stopping.run(grid, where)
-    if selected is None:
-        console.print("Nothing is published: no run was drawn, or none ended.")
-        return
-    config = RunConfig.load(selected / "config.toml")
-    keys = {key: config.to_run_config()[key] for key in grid[0].point}
-    point = ", ".join(f"{key} = {value}" for key, value in keys.items())
-    console.print(f"Selected: {point}.\n{selected}")
-    console.print(f"`fedsim privacy {selected}` shows its cost, selection included.")
 
 
 def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:

@@ -19,7 +19,6 @@ from fedsim.privacy import Event
 from fedsim.privacy.calibration import calibrate
 from fedsim.privacy.claims import FIXED, Extrapolation, Stopping
 from fedsim.privacy.laws.cyclic import Cyclic
-from fedsim.privacy.laws.selection import Selection
 from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
@@ -96,15 +95,13 @@ def with_best_groups(config: RunConfig) -> RunConfig:
 
 def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     """The server's release plan; its noise multiplier is 0 if a target determines it."""
-    privacy, secagg = config.privacy, config.secagg
-    selected = privacy.selection and Selection(privacy.selection, privacy.selection_mean)
+    secagg = config.secagg
     plan = ReleasePlan(
         level="client",
         sampler=cohort(config),
         bound=bound,
         noise=made_noise(with_added_noise(config).noise),
         rounds=config.rounds,
-        selection=selected or None,
         # With secure aggregation the server knows who is sampled: no amplification against it.
         cohort_known=secagg.threshold > 0 and secagg.observer == "server",
     )

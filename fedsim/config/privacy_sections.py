@@ -120,17 +120,6 @@ class SecAggSection(ConfigTable, table="secagg"):
 
 
 @dataclass(frozen=True, init=False)
-class PrivacySection(ConfigTable, table="privacy"):
-    """What the privacy statement reports in addition to the guarantee of one client."""
-
-    selection: Annotated[Literal["", "logarithmic", "geometric", "poisson"], OUTSIDE_RELEASE] = ""
-    """Set by `fedsim sweep --select`, which publishes only the best of a random number of runs: the
-    distribution of that number; empty for other runs."""
-    selection_mean: Annotated[float, OUTSIDE_RELEASE, Gt(1), Le(1e6)] = 2.0
-    """The mean number of runs of such a selection."""
-
-
-@dataclass(frozen=True, init=False)
 class ClientMechanismSection(BoundingSection, table="client.mechanism"):
     """How an example's gradient is bounded, in a client with example-level privacy."""
 

@@ -242,12 +242,12 @@ def _larger_cohort(c: RunConfig) -> Refusals:
             "0 with engine.name = 'deployment': in a deployment only the noise of the real cohort "
             "is added",
         )
-    is_independent = c.noise.name == "independent" and not c.privacy.selection
+    is_independent = c.noise.name == "independent"
     if size and not (is_independent and c.cohort.name in ("poisson", "fixed")):
         yield (
             "noise.cohort-size",
-            "0, unless cohort.name is 'poisson' or 'fixed', noise.name 'independent' and "
-            "privacy.selection empty: the cost of a larger cohort is known for these only",
+            "0, unless cohort.name is 'poisson' or 'fixed', and noise.name 'independent': the cost "
+            "of a larger cohort is known for these only",
         )
     if population and population < clients:
         yield "noise.cohort-population", f"0, or at least partition.clients = {clients}"
@@ -300,10 +300,6 @@ def _private_evaluation(c: RunConfig) -> Refusals:
             c.noise.placement != "server",
             "while noise.placement = 'client': clients send their shares and nothing else",
         ),
-        (
-            c.privacy.selection,
-            "in a run of a selection (privacy.selection), which is charged as whole runs only",
-        ),
         (c.noise.cohort_size, "while noise.cohort-size simulates the noise of a larger cohort"),
     ):
         if refused:
@@ -318,15 +314,7 @@ def _private_evaluation(c: RunConfig) -> Refusals:
 
 
 def _whole_run(c: RunConfig) -> Refusals:
-    """Selections, clients' state and devices in private runs and on engines."""
-    if c.privacy.selection and not (c.private and not c.client.private):
-        yield (
-            "privacy.selection",
-            "empty, unless the run is private at client level and at no other: a selection is "
-            "charged to the server's ledger alone",
-        )
-    if c.privacy.selection and c.log.to not in ("", "tensorboard"):
-        yield "log.to", "empty or 'tensorboard' with privacy.selection: trackers show all runs"
+    """Clients' state and devices in private runs and on engines."""
     if c.private and c.client.state == "server":
         yield (
             "client.state",

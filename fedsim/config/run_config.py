@@ -22,7 +22,6 @@ from fedsim.config.privacy_sections import (
     EvaluateSection,
     MechanismSection,
     NoiseSection,
-    PrivacySection,
     SecAggSection,
 )
 from fedsim.config.rules import check_rules
@@ -98,7 +97,6 @@ class RunConfig(ConfigTable):
     mechanism: Annotated[MechanismSection, OUTSIDE_TRAINING]
     noise: Annotated[NoiseSection, OUTSIDE_TRAINING]
     secagg: Annotated[SecAggSection, OUTSIDE_TRAINING]
-    privacy: Annotated[PrivacySection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
     server: Annotated[ServerSection, OUTSIDE_TRAINING]
     devices: Annotated[DevicesSection, OUTSIDE_TRAINING]
     evaluate: Annotated[EvaluateSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]

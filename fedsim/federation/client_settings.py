@@ -307,10 +307,6 @@ class ClientMetrics:
                 f"{must} where clients protect their examples: the server would see metrics of "
                 "them without noise."
             )
-        if plan.selection is not None:
-            raise FedsimError(
-                f"{must} in a run of a selection, which is charged as whole runs only."
-            )
         if aggregate is not None:
             raise FedsimError(
                 f"{must} together with evaluate_metrics_aggr_fn, which would see metrics without "

@@ -108,9 +108,8 @@ def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
     ahead = plan.charged_ahead and shorter.charged_ahead
     if (
         not plan.noise.correlated
-        # With an allocation or a selection, the first rounds depend on how many follow.
+        # With an allocation, the first rounds depend on how many follow.
         or plan.sampler.horizon is not None
-        or plan.selection is not None
         or rounds > (plan.rounds or 0)
         or not (ahead or shorter.law == plan.law)
     ):

@@ -33,6 +33,7 @@ from fedsim.privacy.laws import Adjacency, Law, Level
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import DeclaredBound, ReleasePlan
+from fedsim.privacy.selection import selection_epsilon
 from fedsim.privacy.statement import Statement, claimed
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
@@ -63,6 +64,7 @@ __all__ = [
     "group_epsilon",
     "rounds_within",
     "rounds_within_events",
+    "selection_epsilon",
     "tradeoff",
     "worst_client",
 ]

@@ -31,7 +31,6 @@ from fedsim.privacy.laws import (
 from fedsim.privacy.laws.base import check_level, is_shipped
 from fedsim.privacy.laws.correlated import CorrelatedLaw, ExtendedLaw, Extension
 from fedsim.privacy.laws.full import one_gaussian, unamplified
-from fedsim.privacy.laws.selection import Selection, SelectionLaw
 from fedsim.privacy.noise import Correlated, Noise
 from fedsim.settings import Ge, Gt, check_settings
 
@@ -112,8 +111,6 @@ class ReleasePlan(Generic[BoundT]):
         Number of rounds of the plan.
     releases : int
         Noisy sums in a round, each over a separate sample: a client's local steps.
-    selection : Selection, optional
-        Set if only the best of a random number of such runs is published.
     cohort_known : bool
         Whether the adversary knows which clients were sampled, as a server does. There is then
         no amplification.
@@ -132,7 +129,6 @@ class ReleasePlan(Generic[BoundT]):
     noise: Noise
     rounds: Annotated[int | None, Ge(1)] = None
     releases: Annotated[int, Ge(1)] = 1
-    selection: Selection | None = None
     cohort_known: bool = False
     extension: Extension | None = None
 
@@ -245,9 +241,7 @@ class ReleasePlan(Generic[BoundT]):
         if self.noise.correlated:
             return True
         # A law of groups in turn is charged one cycle at a time, so further cycles may follow.
-        return self.rounds is not None and (
-            self.selection is not None or self.sampler.horizon is not None
-        )
+        return self.rounds is not None and self.sampler.horizon is not None
 
     @property
     def charged_ahead(self) -> bool:
@@ -288,29 +282,13 @@ class ReleasePlan(Generic[BoundT]):
 
     def event(self) -> Event:
         """Event of one round, or of as many rounds as the law covers."""
-        event = Event(
+        return Event(
             noise_multiplier=self.noise.multiplier,
             law=self.law,
             # Correlated noise makes all rounds one Gaussian.
             count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
             guarantee=self.bound.guarantee == "gaussian",
         )
-        return event if self.selection is None else self._selection_event(event, self.selection)
-
-    def _selection_event(self, event: Event, selection: Selection) -> Event:
-        """Event of all rounds, if only the best of several runs is published."""
-        if self.rounds is None:
-            raise FedsimError("a selection is among whole runs; the plan has no number of rounds.")
-        law = SelectionLaw(
-            base=event.law,
-            invocations=event.over(self.rounds).count,
-            distribution=selection.distribution,
-            mean=selection.mean,
-            rounds=self.rounds,
-            population=event.law.population,
-            adjacency=event.law.adjacency,
-        )
-        return replace(event, law=law, count=1)
 
     def epsilon(self, delta: float, *, after: int | None = None) -> float:
         """Epsilon of the whole plan, or of its first ``after`` rounds.

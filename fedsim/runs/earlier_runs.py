@@ -111,9 +111,6 @@ def _refuse_other_plan(
     start: Flat, resumed: RunConfig, state: RunState | None, end: Stopping, path: Path
 ) -> None:
     """Refuse changes to a plan that was charged as a whole before its first round."""
-    for key in ("privacy.selection", "privacy.selection-mean"):
-        if start[key] != (value := resumed.to_run_config()[key]):
-            raise FedsimError(f"{key} = {shown(value)}; it must be {shown(start[key])}, as it was.")
     if not resumed.private or resumed.rounds == start["rounds"]:
         return
     plan = release_plan(resumed)

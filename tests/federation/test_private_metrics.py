@@ -331,7 +331,6 @@ def test_a_stop_counts_the_evaluations_that_were_planned() -> None:
         ({"evaluate.ranges": "loss(5,0)"}, "the smaller number first"),
         ({"evaluate.ranges": "loss"}, "names with their ranges"),
         ({"evaluate.ranges": "loss(0,inf)"}, "names with their ranges"),
-        ({"privacy.selection": "poisson"}, "run of a selection"),
         ({"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}, "protect their"),
     ],
 )

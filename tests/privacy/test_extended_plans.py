@@ -16,7 +16,6 @@ from fedsim.privacy.laws import Full, Participation
 from fedsim.privacy.laws.allocation import Allocation
 from fedsim.privacy.laws.correlated import ExtendedLaw, Extension
 from fedsim.privacy.laws.cyclic import Cyclic
-from fedsim.privacy.laws.selection import Selection
 from fedsim.privacy.losses import gaussian_epsilon
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.noise.banded import Banded
@@ -84,7 +83,6 @@ def test_rounds_that_are_sampled_within_groups_go_on_as_before() -> None:
         (plan_of(LambdaCGD(2.0)), 19),
         (plan_of(LambdaCGD(2.0), 20, Allocation(4, 20, 100)), 24),
         (plan_of(Independent(2.0), 20, Allocation(4, 20, 100)), 24),
-        (plan_of(LambdaCGD(2.0), selection=Selection("geometric", 3.0)), 24),
         # With so few rounds nobody is in two of them, and sampling amplifies; then not any more.
         (plan_of(LambdaCGD(2.0), 4, Cyclic(5, 0.3, population=100)), 24),
     ],

@@ -169,7 +169,6 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
         "full",
         "known-allocation",
         "poisson",
-        "selection",
         "separated",
         "shuffle",
     }
@@ -179,7 +178,6 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
         "correlated",
         "extended",
         "known-allocation",
-        "selection",
     }
     laws = [FixedSizeLaw(size=3, population=9), PoissonLaw(rate=0.3), FullLaw(population=4)]
     for law in laws:

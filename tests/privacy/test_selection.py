@@ -1,4 +1,4 @@
-"""The best of a random number of runs: its price against oracles, exact leaks and another code."""
+"""The best of a random number of runs: its price against oracles and exact leaks."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import math
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Event
-from fedsim.privacy.laws import FullLaw, Law, PoissonLaw
-from fedsim.privacy.laws.selection import Selection, SelectionLaw
-from fedsim.privacy.losses import ORDERS
+from fedsim.mechanisms import Clipping
+from fedsim.privacy import Event, ReleasePlan, selection_epsilon
+from fedsim.privacy.laws import FixedSizeLaw, FullLaw, Law, PoissonLaw
+from fedsim.privacy.laws.allocation import AllocationLaw
+from fedsim.privacy.laws.cyclic import Cyclic
+from fedsim.privacy.losses import ORDERS, rdp_epsilon
+from fedsim.privacy.noise.banded import Banded
 
 SAMPLED, ALONE = PoissonLaw(rate=0.01), FullLaw(adjacency="add-remove")
 
 
 def epsilon(base: Law, rounds: int, z: float, distribution, mean: float) -> float:
-    law = SelectionLaw(
-        base=base,
-        invocations=rounds,
-        distribution=distribution,
-        mean=mean,
-        rounds=rounds,
-        adjacency=base.adjacency,
-    )
-    event = Event(noise_multiplier=z, law=law)
-    assert Event.from_dict(event.to_dict()) == event
-    return Accountant([event]).epsilon(1e-5)
+    event = Event(noise_multiplier=z, law=base, count=rounds)
+    return selection_epsilon([event], mean, 1e-5, distribution=distribution)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +42,23 @@ def test_the_price_is_the_published_one(base, rounds, z, distribution, expected)
     assert found == pytest.approx(expected, rel=2e-4)
 
 
-@pytest.mark.parametrize(("distribution", "shape"), [("logarithmic", 0.0), ("geometric", 1.0)])
+def gamma_of(distribution, mean: float) -> float:
+    """Parameter of the geometric or logarithmic distribution with this mean."""
+    if distribution == "geometric":
+        return 1 / mean
+    return brentq(lambda gamma: (1 / gamma - 1) / math.log(1 / gamma) - mean, 1e-9, 1 - 1e-9)
+
+
+@pytest.mark.parametrize("distribution", ["logarithmic", "geometric"])
 @pytest.mark.parametrize("mean", [3.0, 20.0])
-def test_another_accountant_agrees(distribution, shape, mean) -> None:
-    base = SelfComposedDpEvent(PoissonSampledDpEvent(0.05, GaussianDpEvent(1.3)), 200)
-    other = RdpAccountant(ORDERS)
-    other.compose(RepeatAndSelectDpEvent(base, mean, shape))
+def test_the_price_is_that_of_the_theorem(distribution, mean) -> None:
+    """Theorem 2 of Papernot and Steinke (2022), written again, on fedsim's own curve."""
+    curve = 200 * PoissonLaw(rate=0.05).rdp(1.3)
+    eta = 1 if distribution == "geometric" else 0
+    second = (1 - 1 / ORDERS) * curve + math.log(1 / gamma_of(distribution, mean)) / ORDERS
+    selected = curve + (1 + eta) * second.min() + math.log(mean) / (ORDERS - 1)
     found = epsilon(PoissonLaw(rate=0.05), 200, 1.3, distribution, mean)
-    assert found == pytest.approx(other.get_epsilon(1e-5), rel=1e-6)
+    assert found == pytest.approx(rdp_epsilon(selected, 1e-5), rel=1e-6)
 
 
 def leak(distribution, mean: float, z: float, at: float) -> float:
@@ -66,16 +66,16 @@ def leak(distribution, mean: float, z: float, at: float) -> float:
 
     In closed form, by the generating function of K; 0 draws are among the smallest values.
     """
-    selection = Selection(distribution, mean)
 
     def largest(shift: float) -> np.ndarray:
         """Distribution function of the largest draw."""
         below = norm.cdf(np.linspace(-12, 14, 200_001) - shift)
         if distribution == "poisson":
             return np.exp(mean * (below - 1))
-        p = 1 - selection.gamma
+        gamma = gamma_of(distribution, mean)
+        p = 1 - gamma
         if distribution == "geometric":
-            return selection.gamma * below / (1 - p * below)
+            return gamma * below / (1 - p * below)
         return np.log1p(-p * below) / math.log1p(-p)
 
     without, present = largest(0.0), largest(1 / z)
@@ -114,17 +114,32 @@ def test_what_a_selected_gaussian_leaks_is_the_published_figure(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("distribution", ["logarithmic", "geometric", "poisson"])
-def test_the_number_of_runs_has_its_mean(distribution) -> None:
-    generator = np.random.default_rng(3)
-    drawn = [Selection(distribution, 6.0).draw(generator) for _ in range(20_000)]
-    error = np.std(drawn) / math.sqrt(len(drawn))
-    assert np.mean(drawn) == pytest.approx(6.0, abs=5 * error)
-    assert min(drawn) == (0 if distribution == "poisson" else 1)
+def test_a_plan_of_correlated_rounds_and_one_without_noise_have_their_price() -> None:
+    plan = ReleasePlan(
+        level="client",
+        sampler=Cyclic(4, population=100),
+        bound=Clipping(1.0),
+        noise=Banded(6.0),
+        rounds=12,
+    )
+    event = plan.event().over(12)
+    z = 6.0 / event.law.sensitivity
+    assert selection_epsilon([event], 5, 1e-5) == pytest.approx(
+        epsilon(ALONE, 1, z, "logarithmic", 5)
+    )
+    assert selection_epsilon([Event(noise_multiplier=0.0)], 5, 1e-5) == math.inf
 
 
-def test_what_is_no_selection_is_refused() -> None:
-    with pytest.raises(FedsimError, match="of a mean above 1"):
-        Selection("geometric", 1.0)
-    with pytest.raises(FedsimError, match="must be logarithmic, geometric, poisson"):
-        Selection("uniform", 3.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("law", "mean", "distribution", "words"),
+    [
+        (ALONE, 1.0, "geometric", "the mean number of runs is 1; it must be above 1"),
+        (ALONE, math.inf, "poisson", "the mean number of runs is inf"),
+        (ALONE, 3.0, "uniform", "must be 'logarithmic', 'geometric' or 'poisson'"),
+        (FixedSizeLaw(size=3, population=9), 3.0, "poisson", "known for Poisson sampling and"),
+        (AllocationLaw(participations=2, rounds=8), 3.0, "poisson", "2 of 8 rounds, at random"),
+    ],
+)
+def test_what_has_no_known_price_is_refused(law, mean, distribution, words) -> None:
+    with pytest.raises(FedsimError, match=words):
+        epsilon(law, 1, 2.0, distribution, mean)

@@ -291,7 +291,7 @@ def is_shipped(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class WrappingLaw(Law):
-    """A law built on another one, its ``base``: for correlated noise, or selection among runs."""
+    """A law built on another one, its ``base``, such as that of correlated noise."""
 
     neighbours: ClassVar = ("add-remove", "zero-out", "replace-one")
 

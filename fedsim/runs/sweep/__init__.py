@@ -3,11 +3,9 @@
 from fedsim.runs.sweep.halving import Halving, outcomes
 from fedsim.runs.sweep.running import is_done, run_sweep
 from fedsim.runs.sweep.search import Span, SweepRun, grid_runs, measure_of, parse_axes, random_runs
-from fedsim.runs.sweep.selection import RandomStopping
 
 __all__ = [
     "Halving",
-    "RandomStopping",
     "Span",
     "SweepRun",
     "grid_runs",
