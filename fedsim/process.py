@@ -181,9 +181,9 @@ def refuse_larger_than_memory(size: int, what: str) -> None:
     ------
     FedsimError
     """
-    if size > _memory():
+    if size > memory():
         raise FedsimError(
-            f"{what} needs {size / 2**30:,.1f} GiB; it must fit into the {_memory() / 2**30:,.1f} "
+            f"{what} needs {size / 2**30:,.1f} GiB; it must fit into the {memory() / 2**30:,.1f} "
             "GiB of this machine."
         )
 
@@ -191,7 +191,7 @@ def refuse_larger_than_memory(size: int, what: str) -> None:
 _CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def _memory() -> int:
+def memory() -> int:
     """Bytes of memory of this machine, or of this process's container if that has fewer."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _CONTAINERS:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,10 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedsim.process import thread_pool
+from fedsim.errors import FedsimError
+from fedsim.process import memory, thread_pool
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
-from fedsim.tasks import MeanOf, Metric
+from fedsim.tasks import Loss, MeanOf, Metric
+from fedsim.tasks.losses import is_fedsims_own
 from fedsim.training import checks
 from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
@@ -28,7 +31,7 @@ from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import EVALUATION, Seeds, exact, seeded
 from fedsim.training.steps import Stepper
-from fedsim.training.structure.reading import read
+from fedsim.training.structure.reading import Reading, read
 
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
@@ -96,6 +99,7 @@ class Evaluation:
                 Seeds([randomness] * len(ids), ids, round) if draws else None,
                 self._call_size,
                 by_chunk=by_chunk,
+                at_once=self._at_once,
             )
             yield Block.sent(ids, None, values)
 
@@ -107,17 +111,42 @@ class Evaluation:
         return {name: _restored_metric(metric) for name, metric in metrics.items()}
 
     @cached_property
+    def _reading(self) -> Reading:
+        """What is read of the model as it evaluates, and of the loss."""
+        shapes = self.stepper.data.empty(self.stepper.dtype)
+        model, loss = self.trained.model.eval(), self.trained.loss
+        with _own_state(loss).restored():
+            return read(model, loss, *shapes, declared=True)
+
+    @cached_property
+    def _at_once(self) -> frozenset[str]:
+        """Loss and metrics that may look across examples: no mean of their values on parts."""
+        functions = {k: m.function for k, m in self.metrics.items() if isinstance(m, MeanOf)}
+        functions = {"loss": self.trained.loss, **functions}
+        return frozenset(
+            name for name, function in functions.items() if self._may_look_across(function)
+        )
+
+    def _may_look_across(self, function: Loss) -> bool:
+        declared = getattr(function, "across_batch", None)
+        if declared is not None:
+            return bool(declared)
+        return not (is_fedsims_own(function) or self._reads(function))
+
+    def _reads(self, function: Loss) -> bool:
+        with _own_state(function).restored():  # to be read it is called
+            return self._reading.reads(function)
+
+    @cached_property
     def _paths(self) -> tuple[Sequence[Path], bool]:
         """A path for each thread, and whether metrics must see one chunk at a time."""
         stepper, model, loss = self.stepper, self.trained.model, self.trained.loss
-        structure, shapes = self.trained.reading.structure, stepper.data.empty(stepper.dtype)
-        reading = read(model.eval(), loss, *shapes, declared=True)
-        path = stepper.path
+        structure, reading, path = self.trained.reading.structure, self._reading, stepper.path
         # The trained path may run another graph than the model has in evaluation.
         if structure is None or reading.model is None or not structure.same(reading.model):
             path = PlainPath(model, stepper.packing, loss)
         functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
-        by_example = reading.loss is not None and all(map(reading.reads, functions))
+        by_example = reading.loss is not None and all(map(self._reads, functions))
         if (
             not isinstance(path, Program | FuncPath)
             or self.trained.draws.evaluation
@@ -155,9 +184,12 @@ class _RestoredMetric(Metric):
         return self.metric.finish(state)
 
 
+def _own_state(owner: Any) -> OwnState:
+    return OwnState(nn.Identity(), owner, strict=False)
+
+
 def _restored_metric(metric: Metric) -> Metric:
-    owner: Any = metric.function if isinstance(metric, MeanOf) else metric
-    own_state = OwnState(nn.Identity(), owner, strict=False)
+    own_state = _own_state(metric.function if isinstance(metric, MeanOf) else metric)
     return metric if own_state.stateless else _RestoredMetric(metric, own_state)
 
 
@@ -172,6 +204,7 @@ def evaluate_clients(
     call_size: CallSize | None = None,
     *,
     by_chunk: bool = False,
+    at_once: Collection[str] = (),
 ) -> dict[str, Floats]:
     """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of ``n`` clients.
 
@@ -179,28 +212,29 @@ def evaluate_clients(
     a client's results do not depend on the other clients. Calls are made in parallel, in one thread
     for each of the ``paths``, which share no module. ``seeds`` are given for a model that draws
     random numbers in evaluation; ``call_size`` is carried over from earlier evaluations. With
-    ``by_chunk`` metrics see one chunk at a time. They must where the loss or a metric may look
-    across the examples it is given: its value must not depend on how many chunks a call has.
+    ``by_chunk`` metrics see one chunk at a time, so that no rounding depends on how many chunks a
+    call has. Those that are named in ``at_once`` may look across the examples they are given: they
+    see all of a client's in one update.
 
     Returns
     -------
     dict of str to float64 ``[n]``
         ``num-examples`` and every metric: 0 for a client without data, NaN where it is not defined
         on a client's data.
+
+    Raises
+    ------
+    FedsimError
+        If what must be computed ``at_once`` does not fit in memory.
     """
     sizes = np.array([len(examples) for examples in indices], dtype=np.int64)
     chunks = -(-sizes // WIDTH)
-    padded = np.zeros((int(chunks.sum()), WIDTH), dtype=np.int64)
-    is_example = np.zeros(padded.shape, dtype=np.bool_)
-    # A client's chunks are consecutive rows, so that its examples are one run of them, flattened.
-    for examples, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
-        padded[start:].reshape(-1)[: len(examples)] = examples
-        is_example[start:].reshape(-1)[: len(examples)] = True
-    # Padding copies the first example of its chunk.
-    padded = np.where(is_example, padded, padded[:, :1])
+    padded, is_example = _in_chunks(indices, chunks)
     owner = np.repeat(np.arange(len(sizes)), chunks)
     chunk_seeds = None if seeds is None else _by_chunk(seeds, chunks)
     states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
+    whole = WholeSets({name: metrics[name] for name in at_once}, sizes)
+    by_part = {name: metric for name, metric in metrics.items() if name not in at_once}
     # A GPU is sent all indices at once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
     start, call_size = 0, call_size or CallSize()
@@ -232,9 +266,9 @@ def evaluate_clients(
             for call, (x, outputs, targets) in zip(calls, results, strict=True):
                 owners = owner[call]
                 groups = np.arange(len(owners)) if by_chunk else owners
-                _update_metrics(
-                    states, metrics, owners, groups, is_example[call], outputs.cpu(), targets.cpu()
-                )
+                results_on_host = outputs.cpu(), targets.cpu()
+                _update_metrics(states, by_part, owners, groups, is_example[call], *results_on_host)
+                whole.update(states, owners, is_example[call], *results_on_host)
                 call_size.learn(x, outputs)
             start = calls[-1].stop
     result = {"num-examples": sizes.astype(np.float64)}
@@ -243,6 +277,89 @@ def evaluate_clients(
         values = [metric.finish(state[name]) if size else 0.0 for state, size in state_sizes]
         result[name] = np.array(values, dtype=np.float64)
     return result
+
+
+def _in_chunks(indices: Sequence[Ints], chunks: Ints) -> tuple[Ints, Bools]:
+    """Indices of each client's examples in chunks ``[c, WIDTH]``, and which are no padding."""
+    padded = np.zeros((int(chunks.sum()), WIDTH), dtype=np.int64)
+    is_example = np.zeros(padded.shape, dtype=np.bool_)
+    # A client's chunks are consecutive rows, so that its examples are one run of them, flattened.
+    for examples, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
+        padded[start:].reshape(-1)[: len(examples)] = examples
+        is_example[start:].reshape(-1)[: len(examples)] = True
+    # Padding copies the first example of its chunk.
+    return np.where(is_example, padded, padded[:, :1]), is_example
+
+
+class WholeSets:
+    """Outputs and targets of one client after another, until its metrics can see all at once.
+
+    Parameters
+    ----------
+    metrics : mapping of name to Metric
+    sizes : int64 ``[n]``
+        Number of each client's examples.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], sizes: Ints) -> None:
+        self.metrics, self.sizes = metrics, sizes
+        self._tensors: list[Tensor] = []
+        self._count = 0
+
+    def update(
+        self,
+        states: list[dict[str, Any]],
+        owner: npt.NDArray[np.int64],
+        is_example: Bools,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> None:
+        """Add chunks ``[c, WIDTH, ...]``, client by client, and update metrics that are complete.
+
+        Raises
+        ------
+        FedsimError
+            If a client's outputs, or a metric of them, do not fit in memory.
+        """
+        if not self.metrics:
+            return
+        for client in np.unique(owner).tolist():
+            rows = owner == client
+            keep = torch.from_numpy(is_example[rows])
+            own = [tensor[torch.from_numpy(rows)][keep] for tensor in (outputs, targets)]
+            with self._in_memory(int(self.sizes[client])):
+                self._add(int(self.sizes[client]), own)
+                if self._count == self.sizes[client]:
+                    for name, metric in self.metrics.items():
+                        states[client][name] = metric.update(states[client][name], *self._tensors)
+                    self._tensors, self._count = [], 0
+
+    def _add(self, size: int, parts: Sequence[Tensor]) -> None:
+        if not self._tensors:
+            needed = size * sum(part.nbytes // len(part) for part in parts)
+            if needed > memory():
+                raise MemoryError(f"{needed} bytes")
+            self._tensors = [part.new_empty(size, *part.shape[1:]) for part in parts]
+        stop = self._count + len(parts[0])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor[self._count : stop] = part
+        self._count = stop
+
+    @contextmanager
+    def _in_memory(self, size: int) -> Iterator[None]:
+        """Turn what is raised where memory is short into a sentence that says what to do."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            names = " and ".join(f"'{name}'" for name in self.metrics)
+            raise FedsimError(
+                f"{names} may look across examples, and all {size} outputs at once do not fit in "
+                "memory; evaluate fewer examples (data.test), write it as a fedsim.tasks.Metric, "
+                "whose parts merge, or, if it gives each example a value of its own, set its "
+                "attribute across_batch = False."
+            ) from error
 
 
 def _update_metrics(

@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.tasks.losses import CrossEntropy
-from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, evaluation
 from fedsim.training.batches import plan_batches, plan_poisson
 from fedsim.training.graphs import StepGraphs
 
@@ -255,19 +255,17 @@ def padding(batches, own):
 
 
 def test_an_evaluation_pads_with_nothing_where_it_would_be_seen():
-    """By chunks of a client's own: what a batch has in common is what the chunk has."""
+    """A model sees chunks of a client's own examples, and a loss that looks across sees all."""
     data = make_data([40, 3, 33])
     model = Own(before=lambda x: x - x.mean(0))
     trainer = trainer_of(model, largest, data=data)
     (block,) = trainer.evaluate(trainer.initial(), np.arange(3), 1)
     for client in range(3):
-        total = 0.0
-        for first in range(0, len(data.indices[client]), 32):
-            chunk = torch.from_numpy(data.indices[client][first : first + 32])
-            with torch.no_grad():
-                total += float(largest(model(data.x[chunk]), data.y[chunk]).double().sum())
-        found = block.metrics["loss"][client]
-        assert abs(found - total / len(data.indices[client])) < 1e-5
+        own = torch.from_numpy(data.indices[client])
+        with torch.no_grad():
+            outputs = torch.cat([model(data.x[chunk]) for chunk in own.split(32)])
+            expected = float(largest(outputs, data.y[own]).double().mean())
+        assert abs(block.metrics["loss"][client] - expected) < 1e-5
     # The same, whatever else is evaluated at a time.
     singly = [next(trainer.evaluate(trainer.initial(), np.array([k]), 1)) for k in range(3)]
     assert [b.metrics["loss"][0] for b in singly] == list(block.metrics["loss"])
@@ -307,3 +305,72 @@ def test_tensors_of_a_client_are_never_zeros_made_up(monkeypatch):
     for index in seen:
         for client_index in index.reshape(-1, index.shape[-1]).tolist():
             assert any(set(client_index) <= own for own in owners)
+
+
+def ranked(outputs, targets):
+    """Share of the other examples that an example's score is above: nobody's own affair."""
+    scores = outputs[:, 0]
+    return (scores[:, None] > scores[None, :]).double().sum(1) / max(len(scores) - 1, 1)
+
+
+class Ranked:
+    """The same by a class with an attribute that it changes, as a user may write it."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return ranked(outputs, targets) * self.calls
+
+
+@pytest.mark.parametrize("model", ["read", "not read"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_may_look_across_examples_is_computed_on_all_of_a_client_at_once(model, threads):
+    data = make_data([150, 1, 0, 33, 64, 7])
+    chosen = make_mlp() if model == "read" else Own(after=lambda y: y * 2 if (y > 1e9).any() else y)
+    metrics = {"ranked": ranked, "object": Ranked()}
+    trainer = trainer_of(chosen, nt_xent, data=data, metrics=metrics)
+    trainer.evaluation.threads = threads
+    (block,) = trainer.evaluate(trainer.initial(), np.arange(6), 1)
+    for client in (0, 1, 3, 4, 5):
+        own = torch.from_numpy(data.indices[client])
+        with torch.no_grad():
+            outputs = chosen(data.x[own])
+        expected = ranked(outputs, None).mean()
+        assert block.metrics["ranked"][client] == block.metrics["object"][client]
+        assert abs(block.metrics["ranked"][client] - expected) < 1e-12
+        expected = nt_xent(outputs, None).double().mean()
+        assert abs(block.metrics["loss"][client] - expected) < 1e-5
+    assert block.metrics["ranked"][2] == 0.0
+
+
+def spread(outputs, targets):
+    """A mean over examples for a user, who says so, and no code that can be read shows."""
+    assert len(outputs) <= 32
+    assert bool((targets >= 0).all())
+    return outputs.std(1)
+
+
+def test_what_is_declared_to_treat_each_example_by_itself_sees_chunks(monkeypatch):
+    monkeypatch.setattr(spread, "across_batch", False, raising=False)
+    monkeypatch.setattr(evaluation, "memory", lambda: 0)
+    data = make_data([150])
+    trainer = trainer_of(make_mlp(), data=data, metrics={"spread": spread})
+    (block,) = trainer.evaluate(trainer.initial(), np.arange(1), 1)
+    with torch.no_grad():
+        expected = make_mlp()(data.x).std(1).double().mean()
+    assert abs(block.metrics["spread"][0] - expected) < 1e-6
+
+
+def exhausting(outputs, targets):
+    return ranked(outputs, targets) + torch.empty(2**60).sum()
+
+
+@pytest.mark.parametrize("metric", [ranked, exhausting])
+def test_what_does_not_fit_in_memory_is_refused_with_what_to_do(metric, monkeypatch):
+    if metric is ranked:
+        monkeypatch.setattr(evaluation, "memory", lambda: 150 * 3 * 4 - 1)
+    trainer = trainer_of(make_mlp(), data=make_data([0, 150]), metrics={"ranked": metric})
+    with pytest.raises(FedsimError, match=r"'ranked' may look across .* all 150 .* across_batch"):
+        next(trainer.evaluate(trainer.initial(), np.arange(2), 1))
