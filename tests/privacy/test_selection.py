@@ -114,6 +114,11 @@ def test_what_a_selected_gaussian_leaks_is_the_published_figure(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+def test_orders_that_cannot_be_computed_are_left_out_without_a_word(caplog) -> None:
+    assert epsilon(PoissonLaw(rate=0.1), 50, 0.803, "logarithmic", 7.0) == pytest.approx(12.7, 0.01)
+    assert not caplog.records
+
+
 def test_a_plan_of_correlated_rounds_and_one_without_noise_have_their_price() -> None:
     plan = ReleasePlan(
         level="client",
