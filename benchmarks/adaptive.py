@@ -19,7 +19,10 @@ def compare_adaptive(clients: int = 25, pairs: int = 15) -> dict[str, Any]:
     data = data_of(clients)
     sides = {
         name: partial(_round, trainer_of(JOBS["mlp"], data, algorithm=algorithm), clients)
-        for name, algorithm in (("sgd ms", SGD(lr=LR)), ("adadp ms", AdadpLR(lr=LR)))
+        for name, algorithm in (
+            ("sgd ms", SGD(lr=LR)),
+            ("adadp ms", AdadpLR(lr=LR, keep="half", eta_max=10 * LR)),
+        )
     }
     seconds = {name: turns[1:] for name, turns in in_turns(sides, pairs + 1).items()}
     gradients = clients * EXAMPLES // BATCH

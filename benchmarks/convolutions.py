@@ -123,7 +123,7 @@ def variants(device: str) -> list[Variant]:
     all_variants = []
     for plain, algorithm in (
         (plain_sgd, SGD(lr=LR)),
-        (plain_adadp, AdadpLR(lr=LR, tol=TOL)),
+        (plain_adadp, AdadpLR(lr=LR, tol=TOL, keep="half", eta_max=10 * LR)),
     ):
         trainer = Trainer(
             model, algorithm, data, batch_size=BATCH, randomness=Randomness(1), device=device

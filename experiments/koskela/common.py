@@ -37,6 +37,7 @@ def optimiser(name: str, rate: float, largest: float = 0.0) -> dict[str, Scalar]
     return {
         "client.name": name,
         "client.lr": rate,
+        "client.keep": "",
         "client.eta-max": "",
         "client.adapt-rounds": "",
     }

@@ -32,10 +32,14 @@ G = [(0.5, -2.0), (0.1, -1.0)]
     [
         ({"tol": 0.1}, (1.0, -3.0), 0.36),
         ({"tol": 0.1, "exponent": 0.5}, (1.0, -3.0), 0.36349082),
-        ({"tol": 0.1, "exponent": 0.5, "discard": False}, (0.88, -2.4), 0.36349082),
-        ({"tol": 1.0}, (0.88, -2.4), 0.44),
+        (
+            {"tol": 0.1, "exponent": 0.5, "discard": False, "keep": "half"},
+            (0.88, -2.4),
+            0.36349082,
+        ),
+        ({"tol": 1.0, "keep": "half"}, (0.88, -2.4), 0.44),
         ({"tol": 1.0, "keep": "full"}, (0.8, -2.2), 0.44),
-        ({"tol": 1.0, "eta_max": 0.41}, (0.88, -2.4), 0.41),
+        ({"tol": 1.0, "keep": "half", "eta_max": 0.41}, (0.88, -2.4), 0.41),
     ],
 )
 def test_one_iteration_by_hand(settings, theta, eta):
@@ -111,7 +115,7 @@ def run(algorithm, dtype=torch.float64, path="auto", steps=9, **settings):
 
 @pytest.mark.parametrize("path", ["plain", "layered"])
 def test_without_adaptation_it_is_sgd_with_half_the_rate(path):
-    still = AdadpLR(lr=0.4, alpha_min=1.0, alpha_max=1.0, discard=False)
+    still = AdadpLR(lr=0.4, keep="half", alpha_min=1.0, alpha_max=1.0, discard=False)
     adadp, sgd = run(still, path=path, steps=8), run(SGD(lr=0.2), path=path, steps=8)
     assert torch.equal(adadp.theta, sgd.theta)
 

@@ -54,6 +54,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "no privacy, adadp-lr clients with state": [
         "client.name=adadp-lr", "client.state=client", "client.epochs=3",
+        "client.keep=half", "client.eta-max=1",
     ],
     "no privacy, scaffold": [
         "client.name=scaffold", "client.state=client", "mechanism.weighting=uniform", *MLP,

@@ -275,7 +275,7 @@ def test_a_private_client_has_the_same_bytes_in_every_block(algorithm, sampling)
 
 @pytest.mark.parametrize("path", ["plain", "layered"])
 def test_private_adadp_without_adaptation_is_dp_sgd_with_half_the_rate(path):
-    still = AdadpLR(lr=0.4, alpha_min=1.0, alpha_max=1.0, discard=False)
+    still = AdadpLR(lr=0.4, keep="half", alpha_min=1.0, alpha_max=1.0, discard=False)
     adadp = final(private_trainer(still, Clipping(0.5), path=path))
     sgd = final(private_trainer(SGD(lr=0.2), Clipping(0.5), path=path))
     torch.testing.assert_close(adadp.theta, sgd.theta, rtol=0, atol=1e-12)
