@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from fedsim.clients.base import Gradient, LocalAlgorithm, RunFacts, State, Step
+from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.packing import power
 from fedsim.settings import Ge, Gt, Le
+
+AT_LIMIT = "at-limit"
+"""Name of the metric that is 1 where a client's final rate is ``eta_max``, else 0."""
 
 
 @register("client", "adadp-lr")
@@ -24,8 +28,11 @@ class AdadpLR(LocalAlgorithm):
         half = theta - eta/2 G1,  full = theta - eta G1        G1 at theta
         hat  = half - eta/2 G2                                 G2 at half
         err  = || (full - hat) / max(1, |full|) ||
-        theta <- hat, unless discard and err > tol
+        theta <- full, unless discard and err > tol
         eta   <- eta min(max((tol / err)^exponent, alpha_min), alpha_max), in [eta_min, eta_max]
+
+    The paper keeps the full step everywhere; the authors' code keeps hat, the result of the two
+    half steps (``keep="half"``).
 
     An iteration whose err is not finite is rejected, and counts as err = infinity. Iterations
     continue across epochs; an unfinished iteration at the end of a round is dropped.
@@ -43,9 +50,9 @@ class AdadpLR(LocalAlgorithm):
     exponent: Annotated[float, Gt(0)] = 1.0
     """The exponent of tol / err in the new rate: 1 as in the paper's text, or 1/2 as in its
     code."""
-    keep: Literal["half", "full"] = "half"
-    """Which result an iteration keeps: that of the two half steps, which uses both gradients, or of
-    the full step."""
+    keep: Literal["full", "half"] = "full"
+    """Which result an iteration keeps: that of the full step, as in the paper, or of the two half
+    steps, as in the authors' code, which uses both gradients."""
     discard: bool | None = None
     """Whether an iteration with err > tol is discarded, which wastes noised gradients; unset for
     true without noise, else false."""
@@ -55,9 +62,9 @@ class AdadpLR(LocalAlgorithm):
     """The largest factor by which the learning rate changes in one iteration."""
     eta_min: Annotated[float, Ge(0)] = 1e-8
     """The smallest learning rate."""
-    eta_max: Annotated[float, Ge(0)] = 0.0
-    """The largest learning rate; 0 for ten times lr. Without a limit the rate of a client whose
-    classes are separable grows for ever."""
+    eta_max: Annotated[float, Gt(0)] = 10.0
+    """The largest learning rate. Without a limit the rate of a client whose classes are separable
+    grows for ever."""
     adapt_rounds: Annotated[int, Ge(0)] = 0
     """The number of rounds with adaptive steps; later rounds make plain steps at the rate reached,
     which client.state must keep. 0 for adaptive steps in all rounds. The paper counts epochs."""
@@ -69,6 +76,14 @@ class AdadpLR(LocalAlgorithm):
 
     carried: ClassVar[tuple[str, ...]] = ("eta",)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eta_min <= self.lr <= self.eta_max:
+            raise FedsimError(
+                f"client.lr is {self.lr:g}; it must be at least client.eta-min, {self.eta_min:g}, "
+                f"and at most client.eta-max, {self.eta_max:g}."
+            )
+
     def for_run(self, facts: RunFacts) -> Self:
         """The algorithm with the paper's tol and discard for this run, where they are unset."""
         noised = facts.private_examples
@@ -77,10 +92,9 @@ class AdadpLR(LocalAlgorithm):
 
     def numbers(self) -> dict[str, float]:
         """The initial rate, its upper limit, and the tolerance."""
-        limit = self.eta_max or 10 * self.lr
         return {
-            "lr": min(max(self.lr, self.eta_min), limit),
-            "eta_max": limit,
+            "lr": self.lr,
+            "eta_max": self.eta_max,
             "tol": 0.1 if self.tol is None else self.tol,
         }
 
@@ -131,17 +145,18 @@ class AdadpLR(LocalAlgorithm):
 
     def _full_step(self, state: State, gradient: Gradient) -> None:
         theta, eta, first = state["theta"], state["eta"], state.pop("first")
-        hat = state["half"]
-        gradient.subtract_from(hat, eta / 2)
         err, peak, new_peak = _error(theta, eta, first, gradient, state["peak"])
         accept = err < torch.inf  # False for NaN too
         if self.discard is not False:
             accept = accept & (err <= state["tol"])
+        new = state["half"]
         if self.keep == "full":
-            first.subtract_from(theta, eta, out=hat)
+            first.subtract_from(theta, eta, out=new)
+        else:
+            gradient.subtract_from(new, eta / 2)
         # Two buffers take turns as theta: the other one is the next half step's ("spare"). Between
         # iterations "half" is theta itself, so that `point` is right in both phases.
-        state["theta"], state["spare"] = _select(accept, hat, theta)
+        state["theta"], state["spare"] = _select(accept, new, theta)
         state["half"] = state["theta"]
         state["peak"] = torch.where(accept, new_peak, peak)
         state["accepted"] = state["accepted"] + accept
@@ -153,8 +168,14 @@ class AdadpLR(LocalAlgorithm):
         state["eta"] = torch.minimum(eta.clamp_(min=self.eta_min), state["eta_max"])
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """The final rate, and the numbers of accepted and rejected iterations."""
-        return {name: state[name] for name in ("eta", "accepted", "rejected")}
+        """The final rate, whether it is the limit, and numbers of (un)accepted iterations."""
+        eta = state["eta"]
+        return {
+            "eta": eta,
+            AT_LIMIT: (eta >= state["eta_max"]).to(eta.dtype),
+            "accepted": state["accepted"],
+            "rejected": state["rejected"],
+        }
 
 
 def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:

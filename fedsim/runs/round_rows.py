@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from flwr.app import MetricRecord
 from flwr.serverapp.strategy import Result
 
+from fedsim.clients.adadp_lr import AT_LIMIT
 from fedsim.config.plan import entropy, stopping
 from fedsim.errors import FedsimError
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import QUANTILES, Row
 from fedsim.runs.resolve import Resolved
 from fedsim.strategies import DPFedAvg, RoundReport
+
+_log = logging.getLogger("fedsim")
 
 
 def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
@@ -84,6 +88,7 @@ class RoundRows:
         simulated = entropy(resolved.config) == "config"
         declared = strategy.plan.declared_by_user
         self._marks = {"simulated": int(simulated), "declared": int(declared)}
+        self._has_warned_of_limit = False
 
     def initial(self, metrics: MetricRecord) -> Row:
         """Row of the initial model, round 0."""
@@ -106,7 +111,20 @@ class RoundRows:
                 row["virtual-seconds"] = load.seconds
             row["clients-per-second"] = report.usable / seconds
         row["seconds"] = seconds
-        return self._planned(row)
+        planned = self._planned(row)
+        self._warn_of_limit(planned)
+        return planned
+
+    def _warn_of_limit(self, row: Row) -> None:
+        """Say once that rates stand at their limit, in a run that shows what clients report."""
+        share = row.get(f"train-{AT_LIMIT}", 0)
+        if share and not self._has_warned_of_limit:
+            self._has_warned_of_limit = True
+            _log.warning(
+                "round %s: the learning rates of clients with %.0f %% of the examples stand at "
+                "client.eta-max, %g; a larger limit lets them grow.",
+                row["round"], 100 * share, self._resolved.config.client.eta_max,
+            )  # fmt: skip
 
     def spent(self, server_round: int) -> Row:
         """Columns of the privacy spent so far: epsilon at each level, and its marks."""

@@ -38,7 +38,8 @@ G = [(0.5, -2.0), (0.1, -1.0)]
             0.36349082,
         ),
         ({"tol": 1.0, "keep": "half"}, (0.88, -2.4), 0.44),
-        ({"tol": 1.0, "keep": "full"}, (0.8, -2.2), 0.44),
+        ({"tol": 1.0}, (0.8, -2.2), 0.44),
+        ({"tol": 0.1, "exponent": 0.5, "discard": False}, (0.8, -2.2), 0.36349082),
         ({"tol": 1.0, "keep": "half", "eta_max": 0.41}, (0.88, -2.4), 0.41),
     ],
 )
@@ -127,9 +128,10 @@ def test_decisions_are_each_clients_own():
     assert 0 < local.metrics["accepted"].sum() < 16
 
 
-def test_the_error_from_factors_is_that_of_dense_gradients():
+@pytest.mark.parametrize("keep", ["full", "half"])
+def test_the_error_from_factors_is_that_of_dense_gradients(keep):
     for lr, tol in ((0.3, 0.2), (3.0, 2.0)):  # with the larger rate coordinates exceed 1
-        algorithm = AdadpLR(lr=lr, tol=tol, eta_max=5.0)
+        algorithm = AdadpLR(lr=lr, tol=tol, keep=keep, eta_max=5.0)
         layered, plain = run(algorithm, path="layered"), run(algorithm, path="plain")
         np.testing.assert_allclose(layered.metrics["eta"], plain.metrics["eta"], rtol=1e-10)
         torch.testing.assert_close(layered.theta, plain.theta, rtol=0, atol=1e-10)
@@ -141,6 +143,17 @@ def test_the_rate_stays_in_its_bounds_and_moves_at_most_by_alpha():
         assert ((eta >= 0.08) & (eta <= 0.2)).all()
         assert (eta <= 0.1 * 1.1 ** (steps // 2) * (1 + 1e-12)).all()
         assert (eta >= 0.1 * 0.9 ** (steps // 2) * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e-2])
+def test_the_limit_of_the_rate_does_not_depend_on_where_it_starts(lr):
+    still = [(0.0,)] * 260  # no error: 130 iterations of alpha_max, more than 1e5 in all
+    state = iterate(AdadpLR(lr=lr), (0.5,), still)
+    assert state["eta"].item() == AdadpLR().eta_max
+    assert AdadpLR(lr=lr).report(state)["at-limit"].item() == 1
+    early = iterate(AdadpLR(lr=lr), (0.5,), still[:40])
+    assert early["eta"].item() == pytest.approx(lr * 1.1**20)
+    assert AdadpLR(lr=lr).report(early)["at-limit"].item() == 0
 
 
 def test_clients_whose_classes_can_be_separated_stay_finite_for_a_thousand_iterations():
@@ -174,16 +187,18 @@ def test_rates_of_a_sweep_side_by_side_are_those_of_each_alone():
 
     def trainer(lr):
         return Trainer(
-            make_mlp(), AdadpLR(lr=lr, tol=5.0), data, batch_size=4, steps=80,
-            randomness=Randomness(2),
+            make_mlp(), AdadpLR(lr=lr, tol=5.0, eta_max=limits[lr]), data, batch_size=4,
+            steps=80, randomness=Randomness(2),
         )  # fmt: skip
 
-    numbers = [AdadpLR(lr=lr, tol=5.0).numbers() for lr in (0.01, 0.2)]
+    limits = {0.01: 0.1, 0.2: 20.0}
+    numbers = [AdadpLR(lr=lr, tol=5.0, eta_max=limits[lr]).numbers() for lr in limits]
     columns = {name: [numbers[0][name], numbers[1][name]] for name in numbers[0]}
     base = trainer(0.2)
     both = base.fit(base.initial(), np.array([0, 0]), 1, numbers=columns)
-    for k, lr in enumerate((0.01, 0.2)):
+    for k, lr in enumerate(limits):
         alone = trainer(lr).fit(base.initial(), np.array([0]), 1)
         assert torch.equal(both.theta[k], alone.theta[0])
         assert both.metrics["eta"][k] == alone.metrics["eta"][0]
     assert both.metrics["eta"][0] == pytest.approx(0.1, rel=1e-6)  # its own limit
+    assert both.metrics["at-limit"].tolist() == [1, 0]

@@ -34,7 +34,7 @@ ALGORITHMS = [
     RMSProp(lr=0.01),
     AdadpNoise(lr=0.01),
     AdadpLR(lr=0.3),
-    AdadpLR(lr=0.3, keep="full", discard=False, exponent=0.5),
+    AdadpLR(lr=0.3, keep="half", discard=False, exponent=0.5),
     Proximal(SGD(lr=0.1), mu=0.5),
     Proximal(AdadpLR(lr=0.1), mu=0.5),
 ]
@@ -191,6 +191,10 @@ def test_a_schedule_is_read_as_a_config_writes_it():
         (lambda: AdadpLR(lr=0.0), "client.lr"),
         (lambda: AdadpLR(lr=1.0, keep="both"), "client.keep"),
         (lambda: AdadpLR(lr=1.0, alpha_min=1.2), "client.alpha-min"),
+        (lambda: AdadpLR(eta_max=0.0), "client.eta-max"),
+        (lambda: AdadpLR(lr=20.0), "client.lr is 20; .* client.eta-max, 10"),
+        (lambda: AdadpLR(lr=2.0, eta_max=1.0), "client.lr is 2; .* client.eta-max, 1"),
+        (lambda: AdadpLR(lr=1e-9), "client.lr is 1e-09; .* client.eta-min, 1e-08"),
     ],
 )
 def test_settings_out_of_range_are_named(make, key):

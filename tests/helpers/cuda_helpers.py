@@ -28,7 +28,7 @@ ALGORITHMS = {
     "adadp-noise": AdadpNoise(lr=0.01),
     "adadp": AdadpLR(lr=0.1),
     "adadp, mostly discarding": AdadpLR(lr=0.5, tol=0.02),
-    "adadp, full": AdadpLR(lr=0.1, keep="full", discard=False, exponent=0.5),
+    "adadp, half": AdadpLR(lr=0.1, keep="half", discard=False, exponent=0.5),
     "adadp, hybrid": AdadpLR(lr=0.1, adapt_rounds=1),
     "proximal sgd": Proximal(SGD(lr=0.1), mu=0.5),
     "proximal adadp": Proximal(AdadpLR(lr=0.1), mu=0.5),

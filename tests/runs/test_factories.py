@@ -107,6 +107,13 @@ def test_adadps_defaults_depend_on_whether_its_gradients_are_noised() -> None:
     assert (private.tol, private.discard) == (1.0, False)
 
 
+def test_a_first_rate_above_its_limit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    above = config(**{"client.name": "adadp-lr", "client.lr": 20.0})
+    with pytest.raises(FedsimError, match=r"client\.lr is 20; .* at most client.eta-max, 10"):
+        fedsim.run(above, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_proximal_term_goes_with_any_algorithm() -> None:
     built = factories.algorithm(config(**{"client.proximal": 0.1}))
     assert built == Proximal(SGD(lr=0.1), 0.1)

@@ -75,6 +75,40 @@ RICH: list[dict[str, Any]] = [
 ]
 
 
+_WITHOUT_PRIVACY = {"mechanism.name": "none", "noise.multiplier": "", "cohort.rate": 1.0}
+_PRIVATE_EXAMPLES = _WITHOUT_PRIVACY | {
+    "client.mechanism.name": "clipping",
+    "client.noise.multiplier": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown"),
+    [
+        (_WITHOUT_PRIVACY, True),
+        ({}, False),  # private clients: their rates are theirs
+        ({"evaluate.unprotected": True}, True),
+        (_PRIVATE_EXAMPLES, False),
+        (_PRIVATE_EXAMPLES | {"evaluate.unprotected": True}, True),
+    ],
+)
+def test_rates_at_their_limit_are_said_once_where_a_run_shows_what_clients_report(
+    keys: dict[str, Any], shown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_once = {"client.name": "adadp-lr", "client.lr": 0.5, "client.eta-max": 0.5}
+    easy = {"client.tol": 1e9, "partition.max-examples": 600}  # every iteration raises the rate
+    result = fedsim.run(BASE.replace(**at_once, **easy, **keys))
+    said = [record.message for record in caplog.records if "eta-max" in record.message]
+    share = [row.get("train-at-limit") for row in result.metrics if row["round"]]
+    assert share == [1.0] * 3 if shown else share == [None] * 3
+    assert len(said) == shown
+    if shown:
+        assert said[0] == (
+            "round 1: the learning rates of clients with 100 % of the examples stand at "
+            "client.eta-max, 0.5; a larger limit lets them grow."
+        )
+
+
 def test_a_run_leaves_its_artefacts(tmp_path: Path) -> None:
     result = fedsim.run(BASE, out=tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run").iterdir())

@@ -58,7 +58,14 @@ def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: ob
 
 @pytest.mark.spanning
 @pytest.mark.parametrize(
-    "algorithm", [SGD(lr=0.3), SGD(lr=0.3, momentum=0.9), AdadpLR(lr=0.2, tol=0.5)], ids=repr
+    "algorithm",
+    [
+        SGD(lr=0.3),
+        SGD(lr=0.3, momentum=0.9),
+        AdadpLR(lr=0.2, tol=0.5),
+        AdadpLR(lr=0.2, tol=0.5, keep="half"),
+    ],
+    ids=repr,
 )
 @pytest.mark.parametrize(
     "settings", [{}, {"pool": True}, {"frozen": True}, {"max_grad_norm": 0.1}], ids=repr

@@ -24,6 +24,7 @@ ALGORITHMS = [
     SGD(lr=0.3, momentum=0.9, weight_decay=0.01),
     Adam(lr=0.01),
     AdadpLR(lr=0.2, tol=0.5),
+    AdadpLR(lr=0.2, tol=0.5, keep="half"),
 ]
 
 
