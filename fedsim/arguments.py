@@ -225,9 +225,9 @@ def explain_call(kind: K) -> K:
 def unknown_argument(function: Callable[..., Any], name: str) -> FedsimError:
     """The error for a keyword that a function or class does not take."""
     called, named = _called(function), [p.name for p in _parameters(function)]
-    hint = closest_argument(name, named)
+    start = f"{hint} It" if (hint := closest_argument(name, named)) else " it"
     takes = ", ".join(named) or "no arguments"
-    return FedsimError(f"{called} has no argument {name!r};{hint} it takes {takes}.")
+    return FedsimError(f"{called} has no argument {name!r};{start} takes {takes}.")
 
 
 def _wrong_call(

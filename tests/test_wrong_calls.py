@@ -292,6 +292,7 @@ WRONG = [
     ("privacy.Accountant([1.1])", "event"),
     ("privacy.tradeoff([1.1])", "event"),
     ("privacy.Accountant([privacy.Event(noise_multiplier=1.0)]).epsilon('x')", "delta"),
+    ("privacy.Accountant([privacy.Event(noise_multiplier=1.0)]).delta('x')", "epsilon"),
     ("privacy.Budget('1', 1e-5)", "epsilon"),
     ("privacy.Budget(np.nan, 1e-5)", "max-epsilon"),
     ("privacy.Budget(1.0, 1.0)", "delta"),
@@ -405,7 +406,7 @@ def test_a_wrong_argument_is_refused_in_a_sentence_that_names_it(
         ),
         (
             "bounds.Clipping(clipping_norm=1.0)",
-            "Clipping has no argument 'clipping_norm'; did you mean 'clip_norm'? it takes",
+            "Clipping has no argument 'clipping_norm'; did you mean 'clip_norm'? It takes",
         ),
         (
             "algorithms.SGD(learning_rate=0.1)",

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim.arguments import check_arguments
 from fedsim.audit import catalogue, causes
 from fedsim.audit import noise_checks as noise
 from fedsim.audit.attacks import (
@@ -259,6 +260,7 @@ def _named(finding: Finding, part: Part, name: str, cause: str) -> Finding:
     return replace(finding, part=part, name=name, cause=cause)
 
 
+@check_arguments
 def audit_target(
     target: Callable[[SyntheticFederation], Any],
     claim: ReleaseClaim,
@@ -298,6 +300,7 @@ def audit_target(
         raise FedsimError(f"the target cannot be audited: {error}") from error
 
 
+@check_arguments
 @contextmanager
 def open_target(name: str, python: str = "", seconds: float = 25.0) -> Iterator[Target]:
     """Open a target by name, in a process of its own: whatever it does ends that process alone.

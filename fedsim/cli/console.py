@@ -74,7 +74,7 @@ def panel_option(panel: str, help_: str, *flags: str, metavar: str | None = None
     return typer.Option(*flags, help=help_, metavar=metavar, rich_help_panel=panel)
 
 
-def check_out(path: Path, suffix: str) -> None:
+def check_out(path: Path, suffix: str, option: str = "--out") -> None:
     """Refuse an output file that cannot be written, before the work that produces it.
 
     Raises
@@ -83,11 +83,11 @@ def check_out(path: Path, suffix: str) -> None:
         If ``path`` has another suffix, is a directory, or its directory cannot be written.
     """
     if path.suffix.lower() != suffix or path.is_dir():
-        raise FedsimError(f"--out is {path}; it must be a file that ends in {suffix}.")
+        raise FedsimError(f"{option} is {path}; it must be a file that ends in {suffix}.")
     if (directory := regular_files.unwritable(path.parent)) is not None:
         raise FedsimError(
             f"{path} cannot be created: {directory} is not a writable directory; choose another "
-            "place with --out."
+            f"place with {option}."
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from fedsim import registry
-from fedsim.cli.console import Output
+from fedsim.cli.console import Output, check_out
 from fedsim.config import RunConfig
 from fedsim.config.plan import planned_delta, uncalibrated_plan, with_best_groups
 from fedsim.errors import FedsimError
@@ -59,6 +59,8 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
     FedsimError
         If the source is no config, or claims no privacy at client level.
     """
+    if picture is not None:
+        check_out(picture, ".png", "--picture")
     if source is None or source.suffix != ".toml":
         raise FedsimError(
             f"--noises compares plans of a config; {source or 'the source'} must be a .toml file."

@@ -246,6 +246,8 @@ def with_plan(question: Question, changes: dict[str, Any]) -> Question:
     question is then how many rounds the budget allows with that noise.
     """
     set_options = {name: value for name, value in changes.items() if value is not None}
+    if (invocations := set_options.get("invocations", 1)) < 1:
+        raise FedsimError(f"--invocations is {invocations}; it must be at least 1.")
     if "target_epsilon" in set_options and "noise_multiplier" not in set_options:
         question = replace(question, noise_multiplier=None)
     if "noise_multiplier" in set_options and "target_epsilon" not in set_options:

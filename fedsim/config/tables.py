@@ -136,7 +136,8 @@ class ConfigTable:
     @classmethod
     def _unknown_among(cls, key: str, keys: list[str]) -> FedsimError:
         hint = closest_key(cls.table, key, keys)
-        where = f"[{cls.table}]" if cls.table else "the top level"
+        top = "The top level" if hint else "the top level"
+        where = f"[{cls.table}]" if cls.table else top
         return FedsimError(
             f"unknown key {shown(cls.key(key))};{hint} {where} takes {', '.join(keys)}."
         )

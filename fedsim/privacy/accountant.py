@@ -181,6 +181,7 @@ class Accountant:
             return composed_epsilon(pairs, delta), "pld"
         return rdp_epsilon(self._rdp(), delta), "rdp"
 
+    @check_arguments
     def delta(self, epsilon: float) -> float:
         """Smallest delta known at ``epsilon >= 0``."""
         if not epsilon >= 0:

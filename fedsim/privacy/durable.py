@@ -47,7 +47,12 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         If it cannot be written; the error names ``path``.
     """
     with named_errors(path):
-        os.replace(_temporary_file(path, data, mode), path)
+        temporary = _temporary_file(path, data, mode)
+        try:
+            os.replace(temporary, path)
+        except OSError:  # such as a directory of this name
+            temporary.unlink(missing_ok=True)
+            raise
         sync_directory(path.parent)
 
 

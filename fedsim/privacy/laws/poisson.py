@@ -83,6 +83,11 @@ class PoissonLaw(Law):
     def of_options(cls, **options: Any) -> PoissonLaw:
         """Build it from the command line's options; size and population may replace the rate."""
         size, population = options.pop("size", None), options.get("population")
+        if size is not None and options.get("rate") is not None:
+            raise FedsimError(
+                f"--rate and --size are {options['rate']} and {size}; give one of them, as rate = "
+                "size / population."
+            )
         if options.get("rate") is None:
             if size is None or population is None:
                 raise FedsimError("--sampling poisson needs --rate, or --size and --population.")
