@@ -1,4 +1,4 @@
-"""Results and cost of the examples' tasks on each engine and level: the table of docs/tasks.md.
+"""Results and cost of the examples' tasks on each engine and level: the table of benchmarks/results/tasks.md.
 
     python -m benchmarks.tasks                              # all of them, and a new table
     python -m benchmarks.tasks --tasks tabular --engines local ray
@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results") / "tasks.json"
-PAGE = ROOT / "docs" / "tasks.md"
+PAGE = ROOT / "benchmarks" / "results" / "tasks.md"
 BEGIN, END = "<!-- made by python -m benchmarks.tasks -->\n", "<!-- end -->\n"
 ENGINES = ("local", "ray", "simulation", "deployment")
 # A deployment draws from system entropy by default; here all engines must give the same bytes.
@@ -255,7 +255,7 @@ def _keep(cells: dict[str, object]) -> None:
 
 
 def page() -> str:
-    """docs/tasks.md, with the table made from the stored results."""
+    """The page, with the table made from the stored results."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

@@ -220,11 +220,11 @@ def test_a_page_links_to_what_is_there(page: str) -> None:
     assert [target for target in sorted(local) if not (folder / target).exists()] == []
 
 
-NAMES = re.findall(r"`(fedsim\.[\w.]+)`", (ROOT / "docs" / "architecture.md").read_text())
+NAMES = re.findall(r"`(fedsim\.[\w.]+)`", (ROOT / "docs" / "internals.md").read_text())
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES)))
-def test_a_name_on_the_architecture_page_is_in_the_code(name: str) -> None:
+def test_a_name_on_the_internals_page_is_in_the_code(name: str) -> None:
     assert pkgutil.resolve_name(name) is not None
 
 
@@ -232,5 +232,5 @@ def test_the_demo_is_the_one_that_is_tested() -> None:
     assert f"{DEMO} " in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
 
 
-def test_the_architecture_page_names_the_code() -> None:
+def test_the_internals_page_names_the_code() -> None:
     assert len(NAMES) > 15
