@@ -1,4 +1,6 @@
-"""Results and cost of the examples' tasks on each engine and level: the table of benchmarks/results/tasks.md.
+"""Results and cost of the examples' tasks on each engine and level.
+
+Makes the table of benchmarks/results/tasks.md.
 
     python -m benchmarks.tasks                              # all of them, and a new table
     python -m benchmarks.tasks --tasks tabular --engines local ray
