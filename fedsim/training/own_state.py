@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedsim.errors import FedsimError
 from fedsim.tasks.losses import Loss, is_fedsims_own
 from fedsim.training.structure.tables import is_torchs_own
+from fedsim.training.structure.values import Writes, memory
 
 # Attributes of every module: its registries are saved separately, and hooks hold no data.
 _MODULES_OWN = frozenset(vars(nn.Module()))
@@ -45,6 +46,35 @@ class _SavedAttributes:
     copies: dict[str, Any]
 
 
+class MemoryRestored(Writes):  # type: ignore[no-untyped-call]
+    """Restores on exit whatever memory torch's operations within have written to.
+
+    That is, tensors of globals and closures too, which no search for a model's state would find.
+    What a user's code writes by other means (numpy, Python's lists) is out of reach.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._bytes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def save(self, tensor: Tensor) -> None:
+        """Keep a copy of its memory, and where in it the tensor is."""
+        if memory(tensor) not in self._bytes:
+            all_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            all_bytes.set_(tensor.untyped_storage())
+            self._bytes[memory(tensor)] = all_bytes, all_bytes.clone()
+        self._tensors.append((tensor, tensor.detach()))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for tensor, before in reversed(self._tensors):
+                tensor.data = before  # it may have been resized, or given other memory
+            for all_bytes, before in self._bytes.values():
+                all_bytes.copy_(before)
+
+
 class OwnState:
     """Buffers, attributes and fixed parameters of a model, and attributes of a loss.
 
@@ -52,8 +82,8 @@ class OwnState:
     ----------
     model : nn.Module
     loss : callable
-        A function's attributes are those that a user set on it; variables that it closes over are
-        out of reach. May be a metric instead.
+        A function's attributes are those that a user set on it; of variables that it closes over
+        only tensors are restored (`MemoryRestored`). May be a metric instead.
     trained : collection of str
         Names of the trained parameters, which every call gets as tensors of its own.
     strict : bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from clients_helpers import make_data, make_mlp, reading_of
 from torch import nn
+from torch.fx.node import map_aggregate
 
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
@@ -19,8 +21,9 @@ from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer
-
-EYE = torch.eye(3)
+from fedsim.training.structure.functions import elementwise, of_call
+from fedsim.training.structure.tables import FUNCTIONS, METHODS
+from fedsim.training.structure.values import BATCH, Batched, Fixed, NodeCall
 
 
 class Own(nn.Module):
@@ -37,9 +40,9 @@ class Own(nn.Module):
 
 
 READ = {
-    "a constant": lambda y, m: EYE[0] * y + (1 - y) * torch.ones(3),
+    "a constant": lambda y, m: torch.eye(3)[0] * y + (1 - y) * torch.ones(3),
     "a buffer": lambda y, m: y * m.kept,
-    "a constant matrix": lambda y, m: (EYE @ y.unsqueeze(2)).squeeze(2),
+    "a constant matrix": lambda y, m: (torch.eye(3) @ y.unsqueeze(2)).squeeze(2),
     "along an example": lambda y, m: y / y.sum(1, keepdim=True) + y.std(1, keepdim=True),
     "largest of an example": lambda y, m: y.max(1, keepdim=True).values + y.amin(-1, True),
     "by len": lambda y, m: y.view(len(y), -1, 1).view(-1, 3),
@@ -47,7 +50,7 @@ READ = {
     "a token for each": lambda y, m: torch.cat([m.kept[None].expand(y.shape[0], -1), y], 1),
     "zeros for each": lambda y, m: torch.cat([y.new_zeros(y.shape[0], 1), y], 1),
     "chunks": lambda y, m: torch.cat(y.chunk(3, 1)[::-1], 1),
-    "einsum": lambda y, m: torch.einsum("bi,ij->bj", y, EYE),
+    "einsum": lambda y, m: torch.einsum("bi,ij->bj", y, torch.eye(3)),
     "in place": lambda y, m: F.relu(y.add_(1), inplace=True),
     "transposed": lambda y, m: y.unsqueeze(1).mT.squeeze(2).softmax(-1),
     "attention": lambda y, m: F.scaled_dot_product_attention(*[y.unsqueeze(2)] * 3).squeeze(2),
@@ -154,7 +157,7 @@ def test_a_loss_that_may_look_across_a_batch_is_not_read(name):
 
 def test_a_users_loss_is_read_and_its_graph_gives_the_same():
     def squared(outputs, targets):
-        return (outputs.softmax(1) - EYE[targets]).square().sum(-1)
+        return (outputs.softmax(1) - torch.eye(3)[targets]).square().sum(-1)
 
     graph = reading_of(make_mlp(), (6,), squared).loss
     outputs, y = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
@@ -322,3 +325,271 @@ def test_a_dense_network_is_read_without_torchs_compiler():
         "sys.exit(reading.why or bool({'torch._dynamo', 'sympy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SCRATCH, SEVERAL = torch.zeros(3), [torch.zeros(3)]
+ARRAY = SCRATCH.numpy()
+
+
+class Holder:
+    scratch = torch.zeros(3)
+
+
+def by_default(y, scratch=SCRATCH):
+    return y + scratch
+
+
+def closed_over(tensor):
+    return lambda y, m: y * tensor
+
+
+def set_data(y, other):
+    y.data = other
+    return y
+
+
+def sliced(target, value):
+    target[:, 0] = value
+    return target
+
+
+def added(target, value):
+    target += value
+    return target
+
+
+OUTSIDE = {
+    "a global": lambda y, m: y + SCRATCH,
+    "an item of a global": lambda y, m: y + SCRATCH[0],
+    "its number": lambda y, m: y + SCRATCH[0].item(),
+    "made of a global": lambda y, m: y + torch.ones(3) * SCRATCH,
+    "a list": lambda y, m: y + SEVERAL[0],
+    "a closure": closed_over(torch.ones(3)),
+    "a default": lambda y, m: by_default(y),
+    "a class's attribute": lambda y, m: y + Holder.scratch,
+    "an attribute": lambda y, m: y + m.plain,
+    "its data": lambda y, m: y + SCRATCH.data,
+    "numpy's view": lambda y, m: y + torch.from_numpy(ARRAY),
+    "as a tensor": lambda y, m: y + torch.as_tensor(ARRAY),
+    "memory": lambda y, m: y + torch.frombuffer(ARRAY, dtype=torch.float32),
+    "a buffer's data": lambda y, m: y + m._buffers["kept"].data,
+    "out": lambda y, m: torch.sum(y.mT, 1, out=SCRATCH),
+    "out of a buffer": lambda y, m: torch.mul(y, 2, out=m.kept),
+    "out of itself": lambda y, m: torch.mul(y, 2, out=y),
+    "copy": lambda y, m: SCRATCH.copy_(y[0]) + y,
+    "set": lambda y, m: SCRATCH.set_(y) + y,
+    "set itself": lambda y, m: y.set_(SCRATCH),
+    "data": lambda y, m: set_data(y, 2 * y),
+    "an item": lambda y, m: sliced(y, 0.0),
+    "an item of a global's": lambda y, m: sliced(SCRATCH[None], y[:, 0]) + y,
+    "an item plus": lambda y, m: sliced(y, y[:, 0] + 1),
+    "index_put": lambda y, m: y.index_put_((torch.tensor([0]),), torch.zeros(3)),
+    "fill": lambda y, m: (m.kept.fill_(1), y)[1],
+    "plus a global": lambda y, m: added(SCRATCH, y[0]) + y,
+    "plus a buffer": lambda y, m: added(m.kept, y[0]) + y,
+    "inplace of a buffer": lambda y, m: F.relu(m.kept, inplace=True) + y,
+    "by position": lambda y, m: F.relu(m.kept, True) + y,
+    "through views": lambda y, m: m.kept[None].expand(y.shape[0], 3).contiguous().add_(y),
+    "resized": lambda y, m: y.resize_(3),
+    "transposed in place": lambda y, m: y.t_(),
+    "uninitialised": lambda y, m: y + torch.empty(3),
+}
+
+
+class Plain(Own):
+    def __init__(self, after):
+        super().__init__(after)
+        self.plain = torch.ones(3)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_uses_memory_from_outside_or_writes_to_it_is_not_read(name):
+    model, before = Plain(OUTSIDE[name]), SCRATCH.clone()
+    reading = reading_of(model, (6,))
+    assert reading.model is None, name
+    assert reading.why.startswith("the model's ")
+    assert torch.equal(SCRATCH, before)
+    assert bool((model.kept == 1).all())
+
+
+def test_a_constant_is_the_graphs_own_as_it_was_where_it_was_used():
+    def positions(y, m):
+        table = torch.zeros(3)
+        table[1:] = torch.arange(2) + 1
+        SEVERAL.append(table)
+        first = y + table
+        table.mul_(10)
+        return first + table.sin()
+
+    model = Own(positions)
+    structure = reading_of(model, (6,)).structure
+    x = torch.randn(5, 6)
+    wanted = model(x)
+    for table in SEVERAL[1:]:
+        table.fill_(torch.nan)
+    del SEVERAL[1:]
+    torch.testing.assert_close(structure.module(x), wanted)
+
+
+def test_numbers_of_each_example_that_the_graph_made_may_change_in_place():
+    layers = [nn.Linear(6, 3), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(3, 2)]
+    for model in (
+        nn.Sequential(*layers),
+        nn.Sequential(nn.Linear(6, 3), nn.Hardtanh(inplace=True)),
+        Own(lambda y, m: F.relu(y, inplace=True).add_(m.kept).clamp_(0, 1).mul_(y)),
+    ):
+        structure = reading_of(model, (6,)).structure
+        assert structure is not None
+        x = torch.randn(5, 6)
+        torch.testing.assert_close(structure.module(x.clone()), model(x.clone()))
+
+
+Y = Batched(torch.empty(BATCH, 3, device="meta"))
+KEPT = Fixed(torch.empty(3, device="meta"))
+VIEW = Batched(torch.empty(1, 3, device="meta").expand(BATCH, 3).contiguous(), 0, shared=True)
+EXAMPLES = [
+    (Y,), (Y, Y), (Y, 1), (Y, 1, 1), (Y, Y, Y), (Y, 2, 1), (Y, 0.5), (Y, [1]), ((Y, Y), 1),
+    (Y, KEPT),
+    (Batched(torch.empty(BATCH, 3, 3, device="meta")),) * 2,
+    (Batched(torch.empty(BATCH, 3, 3, device="meta")),),
+    (Batched(torch.empty(BATCH, 3, device="meta") > 0), Y, Y),
+    (Batched(torch.empty(BATCH, 3, device="meta") > 0),),
+    (Batched(torch.empty(BATCH, 3, device="meta").int()),),
+    (Batched(torch.empty(BATCH, 3, device="meta").int()),) * 2,
+]  # fmt: skip
+
+
+def fresh(value):
+    """A value in memory of its own: a call that writes may have resized the last one's."""
+    if isinstance(value, Batched | Fixed):
+        return replace(value, like=torch.empty_like(value.like))
+    return value
+
+
+def refused(function, rule, args, **kwargs):
+    args, kwargs = (map_aggregate(values, fresh) for values in (args, kwargs))
+    name = getattr(function, "__name__", str(function))
+    try:
+        of_call(NodeCall(name, function, args, kwargs), rule)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def names_in(table):
+    return {
+        getattr(key, "__name__", key): (
+            getattr(torch.Tensor, key, None) if isinstance(key, str) else key,
+            rule,
+        )
+        for key, rule in table.items()
+    }
+
+
+@pytest.mark.parametrize("table", [FUNCTIONS, METHODS], ids=["functions", "methods"])
+def test_no_function_or_method_of_the_tables_writes_to_what_it_is_given(table):
+    """By `out`, by `inplace`, and by its namesake that ends in an underscore."""
+    tried = {"out": 0, "inplace": 0, "_": 0}
+    for function, rule in names_in(table).values():
+        for args in EXAMPLES:
+            if function is None or refused(function, rule, args):
+                continue
+            result = of_call(NodeCall("", function, args, {}), rule)
+            if isinstance(result, Batched):
+                for out in (result, Fixed(torch.empty_like(result.like))):
+                    tried["out"] += 1
+                    assert refused(function, rule, args, out=out), (function, args)
+            for first in (KEPT, VIEW):
+                rest = args[1:] if isinstance(args[0], Batched) else ()
+                tried["inplace"] += 1
+                assert refused(function, rule, (first, *rest), inplace=True), (function, args)
+                written = getattr(torch.Tensor, f"{getattr(function, '__name__', '')}_", None)
+                if written is not None:
+                    tried["_"] += 1
+                    assert refused(written, rule, (first, *rest)), (function, args)
+    assert min(tried.values()) > 50, tried
+
+
+def writes_to_last(*tensors):
+    tensors[-1].mul_(2)
+    return tensors[0] + 0
+
+
+def writes_through_a_view(*tensors):
+    tensors[-1].data.view(-1)[:1].zero_()
+    return tensors[0] + 0
+
+
+def writes_by_out(*tensors):
+    torch.add(tensors[-1], 1, out=tensors[-1])
+    return tensors[0] + 0
+
+
+@pytest.mark.parametrize("writes", [writes_to_last, writes_through_a_view, writes_by_out])
+def test_a_new_function_of_a_table_cannot_forget_to_say_that_it_writes(writes):
+    def lenient(call):
+        return call.same_axis(call.results)
+
+    def inattentive(call):
+        return Y
+
+    for rule in (elementwise, lenient, inattentive):
+        for last in (KEPT, VIEW, Y):
+            assert "writes to" in refused(writes, rule, (Y, last))
+    assert "writes to" in refused(writes, lenient, (KEPT, KEPT))
+    assert "writes to" in refused(writes, lenient, (Y,))
+
+
+TOTAL, HIDDEN_SUM = torch.zeros(()), torch.zeros(3)
+
+
+def accumulates(y, m):
+    if float(y.detach().abs().max()) > 90:
+        HIDDEN_SUM.add_(y.detach().sum(0))
+    return y * (1 + HIDDEN_SUM)
+
+
+def leaves_its_last(y, m):
+    result = y * (1 + TOTAL)
+    TOTAL.copy_(y.detach().amax().clamp(min=90) - 90)
+    return result
+
+
+def replaces(y, m):
+    result = y + HIDDEN_SUM.sum()
+    if float(y.detach().abs().max()) > 90:
+        HIDDEN_SUM.set_(y.detach().flatten()[:2])
+    return result
+
+
+def into_scratch(y, m):
+    result = y + HIDDEN_SUM
+    if float(y.detach().abs().max()) > 90:
+        torch.mul(y.detach()[0], 2, out=HIDDEN_SUM)
+    return result
+
+
+def by_sparse_rows(y, m):
+    table = torch.nn.functional.embedding(y.argmax(1), m.linear.weight, sparse=True)
+    return accumulates(y + table.sum(1, keepdim=True), m)
+
+
+@pytest.mark.parametrize(
+    "after", [accumulates, leaves_its_last, replaces, into_scratch, by_sparse_rows]
+)
+def test_examples_leave_nothing_to_each_other_in_tensors_outside_the_model(after):
+    trainer = private(Own(after))
+    method = trainer.rounds.method
+    assert method.evidence == "one at a time: user code"
+    theta = trainer.packing.pack(trainer.initial()[None])
+    x, y = trainer.data.x, trainer.data.y
+    spoilt = x.clone()
+    spoilt[3] = 1e3
+    rows = [
+        next(iter(method.rows(theta, some[None], y[None], [len(x)], None))).rows.dense()[0]
+        for some in (x, spoilt)
+    ]
+    changed = (rows[0] != rows[1]).any(1).nonzero().flatten()
+    assert changed.tolist() == [3]
+    assert HIDDEN_SUM.tolist() == [0.0] * 3
+    assert float(TOTAL) == 0.0

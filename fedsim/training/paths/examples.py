@@ -16,6 +16,7 @@ import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from fedsim.rows import DenseRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
-from fedsim.training.own_state import OwnState
+from fedsim.training.own_state import MemoryRestored, OwnState
 from fedsim.training.side_effects import seeded
 
 BY_STRUCTURE, ONE_AT_A_TIME = "by structure", "one at a time: user code"
@@ -145,8 +146,8 @@ class Vmapped(GradientMethod):
 class OneByOne(GradientMethod):
     """Per-example gradients by autograd on one example after another.
 
-    Examples share nothing: each call starts from the same buffers and attributes, and the model's
-    own random draws are seeded for each example.
+    Examples share nothing: each call starts from the same buffers and attributes and leaves no
+    tensor of anybody's changed, and the model's own random draws are seeded for each example.
     """
 
     state: OwnState
@@ -164,7 +165,10 @@ class OneByOne(GradientMethod):
             # A copy for each example: a forward may write to its parameters.
             named = self.packing.named(theta.clone())
             leaves = {k: v.detach().requires_grad_() for k, v in named.items()}
-            with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
+            memory = nullcontext() if self.state.stateless else MemoryRestored()
+            with (
+                torch.enable_grad(), seeded(seed, theta.device), self.state.restored(), memory,
+            ):  # fmt: skip
                 outputs = call_with(self.model, leaves, x[j : j + 1].clone())
                 (loss,) = self.loss(outputs, y[j : j + 1])
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)

@@ -6,7 +6,8 @@ A rule takes a call with known arguments (`NodeCall`) and returns its result, or
 Three errors are possible, and each rule must exclude them: that a result's row depends on another
 example's row (sums over axis 0, broadcasting of examples against others), that rows change their
 order (a reshape that does not begin with the number of examples, a transposition), and that
-something fixed is written to (in place, or through a view of it: `Batched.shared`).
+something is written to that examples have in common: a buffer, say, or a view of it
+(`Batched.shared`). For the last one rules need do nothing: `of_call` sees what a call writes to.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fedsim.training.structure.values import (
     NodeCall,
     batched_results,
     leads,
+    memory,
 )
 
 Rule = Callable[[NodeCall], Any]
@@ -43,19 +45,30 @@ def of_call(call: NodeCall, rule: Rule | None) -> Any:
     # Allowed once, as a size of the result: arithmetic with it could weigh or place examples.
     call.need(not sizes or (sizes == 1 and rule in SIZED), "reads the number of examples")
     if call.batched or sizes:
-        return rule(call)
-    # No argument depends on an example: the result is a constant, as a parameter is.
-    call.need(not _in_place(call), "writes to what is fixed")
-    results = call.results
-    call.need(isinstance(results, Tensor), "gives no tensor")
-    return Fixed(results)
+        result = rule(call)
+    else:  # no argument depends on an example: the result is a constant, as a parameter is
+        call.need(isinstance(call.results, Tensor), "gives no tensor")
+        result = Fixed(call.results)
+    _require_own_memory(call, rule)
+    return result
 
 
-def _in_place(call: NodeCall) -> bool:
+def _require_own_memory(call: NodeCall, rule: Rule) -> None:
+    """Refuse a call that writes to anything but its first argument's numbers of each example."""
+    # Whatever is written to could be read by another example, or by the next call. What the graph
+    # has made from examples, row for row, is theirs alone.
+    call.need(call.kwargs.get("out") is None, "writes to its argument 'out'")
+    # By its name too: dropout, say, writes only in training mode.
     named = call.name.endswith("_") and not call.name.endswith("__")
-    # A constant True by position may be `inplace` of a function of torch.nn.functional.
-    in_place = "out" in call.kwargs or call.kwargs.get("inplace")
-    return bool(named or in_place) or any(value is True for value in call.args)
+    named = named or bool(call.argument(len(call.args), "inplace", False))
+    written = set() if rule in UNCALLED else call.written
+    if not named and not written:
+        return
+    first = call.args[0] if call.args else call.kwargs.get("input")
+    own: set[int] = set()
+    if rule is elementwise and isinstance(first, Batched) and not first.shared:
+        own.add(memory(first.like))
+    call.need(bool(own) and written <= own, "writes to what is fixed")
 
 
 def elementwise(call: NodeCall) -> Batched:
@@ -72,9 +85,6 @@ def elementwise(call: NodeCall) -> Batched:
         elif isinstance(value, Fixed):
             is_broadcast = value.like.dim() < rank or value.like.shape[0] == 1
             call.need(is_broadcast, "treats examples by their place in the batch")
-    if _in_place(call):
-        is_batch = call.args and isinstance(call.args[0], Batched) and not call.shared
-        call.need(bool(is_batch) and "out" not in call.kwargs, "writes to what is fixed")
     return call.same_axis(result)
 
 
@@ -339,3 +349,6 @@ def size(call: NodeCall) -> Any:
 
 SIZED = (reshape, expand, filled)
 """Rules of the functions that may be given the number of examples."""
+
+UNCALLED = (one_hot, size, getitem)
+"""Rules of functions that only read, which are not called on meta or may have no tensors."""

@@ -12,6 +12,11 @@ that a rule knows the shapes of its node, and which axis holds the examples (`_T
 the trace cannot see is refused before it or after it: hooks, random draws outside the graph,
 switched gradients, parameters that the graph does not use. And the number of examples is a symbol
 to the code (`BatchSize`): it may be passed on as a size, and no arithmetic with it has a rule.
+
+No memory connects one call of a graph with another. A node writes to nothing but what the graph has
+made from examples (`of_call`), and reads nothing but inputs, parameters, buffers and constants that
+the code itself makes from numbers (`_Constants`), which are copied into the graph. A tensor of a
+global, of a closure, or in an attribute that is no buffer could be written to by anybody.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from fedsim.tasks.losses import ExampleLoss, Loss
 from fedsim.training.structure.functions import of_call
@@ -183,16 +189,19 @@ def _traced(
     random_state = torch.get_rng_state()
     before = _bytes(random_state)
     try:
-        with torch.enable_grad(), _sizes_by_len():
+        with torch.enable_grad(), _sizes_by_len(), tracer.constants:
             graph = tracer.trace(root)
     except NotReadError:
         raise
     except (Exception, SystemExit) as error:  # a user's code, given no tensors
         lines = str(error).strip().splitlines() or [""]
         raise NotReadError(f"code has no graph ({type(error).__name__}: {lines[0]})") from error
+    finally:
+        has_drawn = before != _bytes(torch.get_rng_state())
+        if has_drawn:
+            torch.set_rng_state(random_state)
     # A number drawn while a graph is traced is a constant in it: each step would repeat it.
-    if before != _bytes(torch.get_rng_state()):
-        torch.set_rng_state(random_state)
+    if has_drawn:
         raise NotReadError("code draws random numbers outside its graph")
     (output,) = (node for node in graph.nodes if node.op == "output")
     result = tracer.value(output.args[0])
@@ -223,6 +232,7 @@ class _Tracer(fx.Tracer):
         self.device = device
         self._inputs = iter(inputs)
         self._measuring = False
+        self.constants = _Constants()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node: torch's own do, except containers and losses."""
@@ -240,7 +250,8 @@ class _Tracer(fx.Tracer):
         if kind in ("output", "get_attr"):
             return proxy
         # At once: the very next line of the code may ask for a shape.
-        proxy.node.meta["value"] = self._result(proxy.node)
+        with self.constants.paused():
+            proxy.node.meta["value"] = self._result(proxy.node)
         return self._unpacked(proxy, proxy.node.meta["value"])
 
     def _unpacked(self, proxy: Any, value: Any) -> Any:
@@ -262,6 +273,19 @@ class _Tracer(fx.Tracer):
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
+    def create_arg(self, a: Any) -> Any:
+        """As torch's, but of the tensors that are no nodes it takes only those of `_Constants`."""
+        if isinstance(a, Tensor) and not self._is_of_root(a):
+            # A copy, that nobody else can write to. The graph's own is made at each use, since the
+            # code may go on to change its own.
+            with self.constants.paused():
+                a = self.constants.required(a).detach().clone()
+        return super().create_arg(a)
+
+    def _is_of_root(self, tensor: Tensor) -> bool:
+        named = (*self.root.parameters(), *self.root.buffers())
+        return any(tensor is own for own in named)
+
     def value(self, argument: Any) -> Any:
         """An argument with its nodes replaced by their abstract values; constants unchanged."""
         return fx.node.map_aggregate(argument, self._value_of)
@@ -270,7 +294,8 @@ class _Tracer(fx.Tracer):
         if not isinstance(node, fx.Node):
             return node
         if node.op == "get_attr" and "value" not in node.meta:
-            node.meta["value"] = Fixed(on_meta(_attribute(self.root, str(node.target))))
+            with self.constants.paused():
+                node.meta["value"] = Fixed(on_meta(_attribute(self.root, str(node.target))))
         return node.meta["value"]
 
     def _result(self, node: fx.Node) -> Any:
@@ -282,6 +307,8 @@ class _Tracer(fx.Tracer):
         if node.op == "call_module":
             module = self.root.get_submodule(str(node.target))
             name = f"{type(module).__name__} '{node.target}'"
+            if any(isinstance(v, Tensor) for part in module.modules() for v in vars(part).values()):
+                raise NotReadError(f"{name} has a tensor that is neither parameter nor buffer")
             call = NodeCall(name, module_on_meta(module), args, kwargs, module)
             # The rule calls the module on meta to get the result's shape. What the module calls
             # inside must leave no nodes then.
@@ -299,8 +326,89 @@ class _Tracer(fx.Tracer):
         return of_call(NodeCall(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
 
 
+class _Constants(TorchFunctionMode):
+    """Follows the tensors that code makes from numbers while it is traced.
+
+    Any operation on another tensor, which was there before, is refused: nodes stand for inputs,
+    parameters and buffers, and what is left comes from outside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, Tensor] = {}
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what the reader itself computes."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def required(self, tensor: Tensor) -> Tensor:
+        """A tensor that the code has made.
+
+        Raises
+        ------
+        NotReadError
+            If it is another.
+        """
+        if self._made.get(id(tensor)) is tensor:
+            return tensor
+        raise NotReadError(
+            f"code uses a tensor {list(tensor.shape)} that is neither input, parameter nor buffer"
+        )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = _leaves((args, kwargs))
+        # What is made of nodes is a node, which has a rule.
+        if self._paused or any(isinstance(value, fx.Proxy) for value in given):
+            return func(*args, **kwargs)
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        if any(value.is_meta for value in tensors):  # shapes of nodes, which have no numbers
+            return func(*args, **kwargs)
+        for tensor in tensors:
+            self.required(tensor)
+        result = func(*args, **kwargs)
+        # Anything else might be memory in another form: a storage, an array of numpy's.
+        if (tensors or func in _FACTORIES) and all(isinstance(v, _PLAIN) for v in given):
+            self._made |= {id(v): v for v in _leaves(result) if isinstance(v, Tensor)}
+        return result
+
+
+_FACTORIES = (
+    torch.tensor, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace,
+    torch.logspace, torch.as_tensor, torch.asarray,
+)  # fmt: skip
+_PLAIN = (
+    Tensor, int, float, complex, str, type(None), type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _leaves(values: Any) -> list[Any]:
+    """The values in tuples, lists, dictionaries and slices."""
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, slice):
+        values = values.start, values.stop, values.step
+    if isinstance(values, tuple | list):
+        return [leaf for value in values for leaf in _leaves(value)]
+    return [values]
+
+
 class _Proxy(fx.Proxy):
     """A tensor of a graph that knows its shape, except the number of examples."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise NotReadError(f"code sets a tensor's '{name}', which is not in a graph")
+        super().__setattr__(name, value)
 
     @property
     def shape(self) -> Any:

@@ -7,12 +7,14 @@ data are needed to read a graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH = 7919
 """Number of examples on ``meta``: a large prime, so that no other size equals it by chance."""
@@ -67,20 +69,25 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def module_on_meta(module: nn.Module) -> Callable[..., Any]:
     """A function that calls a module with its parameters and buffers on meta."""
+    # Made here and not when it is called: they are not the call's own (`Writes`).
+    tensors = {k: on_meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
+    return partial(_call_on_meta, module, tensors)
 
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) == 1 and _is_dense_layer_of(module, args[0]):
-            # torch gives the same, but first imports its compiler: over a second in each process.
-            outputs = getattr(module, "out_features", args[0].shape[-1])
-            return args[0].new_empty((*args[0].shape[:-1], outputs))
-        tensors = {k: on_meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
-        return torch.func.functional_call(module, tensors, args, kwargs)
 
-    return function
+def _call_on_meta(
+    module: nn.Module, tensors: dict[str, Tensor], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not kwargs and len(args) == 1 and _is_dense_layer_of(module, args[0]):
+        # torch gives the same, but first imports its compiler: over a second in each process.
+        outputs = getattr(module, "out_features", args[0].shape[-1])
+        return args[0].new_empty((*args[0].shape[:-1], outputs))
+    return torch.func.functional_call(module, tensors, args, kwargs)
 
 
 def _is_dense_layer_of(module: nn.Module, x: Any) -> bool:
     """Whether a module is a plain linear layer or activation, and takes this input."""
+    if getattr(module, "inplace", False):
+        return False  # it must be called, to be seen to write
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
         return False
     if type(module) is nn.Linear:
@@ -98,7 +105,64 @@ class Pair(NamedTuple):
     indices: Any
 
 
-class NodeCall(NamedTuple):
+def memory(tensor: Tensor) -> int:
+    """A number of a tensor's memory, which all views of it have in common."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds out, while a function runs, which memory it writes to that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+        self._made: dict[int, Tensor] = {}  # tensors are kept: a number may not be given again
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler, which takes over a second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for position, name in _written_arguments(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in _tensors(value):
+                if memory(tensor) not in self._made:
+                    self.written.add(memory(tensor))
+                    self.save(tensor)
+        results = func(*args, **kwargs)
+        old = {memory(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+        self._made |= {memory(t): t for t in _tensors(results) if memory(t) not in old}
+        return results
+
+    def save(self, tensor: Tensor) -> None:
+        """Called before a tensor's memory, which was there before, is written to."""
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that one of torch's operations writes to."""
+    # Torch's own schema marks them, whatever the operation's name.
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """A tensor, or the tensors in tuples and lists; sparse ones have no memory of their own."""
+    if isinstance(value, Tensor):
+        return [value] if value.layout is torch.strided else []
+    if isinstance(value, tuple | list):
+        return [tensor for entry in value for tensor in _tensors(entry)]
+    return []
+
+
+@dataclass(frozen=True)
+class NodeCall:
     """A call of a function, method or module in a graph, with its arguments.
 
     Attributes
@@ -118,6 +182,7 @@ class NodeCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     module: nn.Module | None = None
+    _writes: Writes = field(default_factory=Writes, repr=False)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at a position or of this name, or else the module's setting of this name."""
@@ -150,12 +215,19 @@ class NodeCall(NamedTuple):
         """Whether the result may share memory with something fixed."""
         return any(value.shared for value in self.batched)
 
-    @property
+    @cached_property
     def results(self) -> Any:
         """The result of the call, on meta."""
         args: Any = map_aggregate(self.args, _meta)
         kwargs: Any = map_aggregate(self.kwargs, _meta)
-        return self.function(*args, **kwargs)
+        with self._writes:
+            return self.function(*args, **kwargs)
+
+    @property
+    def written(self) -> set[int]:
+        """Memory (`memory`) that the call writes to and has not made itself."""
+        assert self.results is not NotImplemented  # it is made now, if no rule has asked for it
+        return self._writes.written
 
     def need(self, met: bool, why: str) -> None:
         """Refuse the node unless a condition is met."""
