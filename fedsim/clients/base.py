@@ -257,8 +257,7 @@ class LocalAlgorithm(ABC):
     def carried(self) -> tuple[str, ...]:
         """Names of the state entries that a client may carry over to its next round.
 
-        Each client stores its own; or the server averages them and sends the mean, which works for
-        entries of one number a client (``client.state``).
+        Each client stores its own (``client.state``).
         """
         return ()
 

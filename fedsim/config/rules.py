@@ -315,12 +315,6 @@ def _private_evaluation(c: RunConfig) -> Refusals:
 
 def _whole_run(c: RunConfig) -> Refusals:
     """Clients' state and devices in private runs and on engines."""
-    if c.private and c.client.state == "server":
-        yield (
-            "client.state",
-            "'reset' or 'client' in a run with client-level privacy: what clients report of their "
-            "state would be a release of its own",
-        )
     if getattr(c.client, "adapt_rounds", 0) and c.client.state == "reset":
         yield (
             "client.adapt-rounds",

@@ -193,9 +193,9 @@ class ClientSection(Choice, table="client"):
     max_grad_norm: Annotated[float, Ge(0)] = 0.0
     """Gradient clipping: a batch's gradient with a larger L2 norm is scaled down to it; 0 for none.
     This gives no privacy: mechanism and client.mechanism do."""
-    state: Literal["reset", "client", "server"] = "reset"
-    """The algorithm's state (a momentum, an adaptive rate) between rounds: it is reset, each client
-    keeps its own, or all start from the mean that the server sends."""
+    state: Literal["reset", "client"] = "reset"
+    """The algorithm's state (a momentum, an adaptive rate) between rounds: it is reset, or each
+    client keeps its own."""
     # A node's own policy says where its clients' state is.
     state_dir: Annotated[str, OUTSIDE_RELEASE, NamesPath("operator")] = ""
     """The folder for clients' state and ledgers; empty for the run's own directory."""

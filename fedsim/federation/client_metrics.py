@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -30,7 +30,6 @@ from fedsim.federation.participants import Participants
 from fedsim.federation.replies import Reply, read
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
-from fedsim.rows.block import CLIENT_STATE
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 """Names and levels of the quantiles over clients that have examples, unweighted."""
@@ -85,11 +84,11 @@ class MetricMeans:
         if self._aggregate is not None:
             self._records |= zip(reply.block.client_ids.tolist(), _records(reply), strict=True)
             return
-        metrics = {k: v.tolist() for k, v in _without_state(reply.block.metrics).items()}
+        metrics = {k: v.tolist() for k, v in reply.block.metrics.items()}
         weights = metrics.get(self._key, [1.0] * len(reply.block.client_ids))
         for name, values in metrics.items():
             self._add_reports(name, weights, values)
-        for name, entries in _without_state(reply.lists).items() if weights else ():
+        for name, entries in reply.lists.items() if weights else ():
             self._lists.setdefault(name, []).append((weights[0], entries))
 
     def _add_reports(self, name: str, weights: Sequence[float], values: Sequence[float]) -> None:
@@ -160,18 +159,13 @@ class MetricMeans:
 
 
 def _records(reply: Reply) -> list[RecordDict]:
-    """Each client's record, as it sent it or would have sent it in a message, without its state."""
+    """Each client's record, as it sent it or would have sent it in a message."""
     block, content = reply.block, reply.content
     if content is None:
-        metrics = {name: values.tolist() for name, values in _without_state(block.metrics).items()}
+        metrics = {name: values.tolist() for name, values in block.metrics.items()}
         reported = ({k: v[i] for k, v in metrics.items()} for i in range(len(block.client_ids)))
         return [RecordDict({"metrics": metric_record(numbers)}) for numbers in reported]
-    metric_records = {k: MetricRecord(_without_state(v)) for k, v in content.metric_records.items()}
-    return [RecordDict({**content, **metric_records})] if len(block.client_ids) else []
-
-
-def _without_state(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    return {k: v for k, v in metrics.items() if not k.startswith(f"{CLIENT_STATE}.")}
+    return [content] if len(block.client_ids) else []
 
 
 class TrainMetrics(Extra):

@@ -47,9 +47,6 @@ class ClientTraining:
     alternation : Alternation, optional
         Parameters that clients train in turns (see `Trainer`). Those that rest in a round have
         zeros in all rows and keep their values, whatever the release and the optimiser give.
-    average_state : bool
-        Whether clients report their state (ADADP's rate) and start from its mean over the last
-        round: ``client.state = "server"``.
     private_examples : bool
         Whether clients protect their own examples (example-level privacy). Their reports and
         failures are then treated as in a private run, whatever the mechanism.
@@ -69,7 +66,6 @@ class ClientTraining:
 
     algorithm: LocalAlgorithm | None = None
     alternation: Alternation | None = None
-    average_state: bool = False
     private_examples: bool = False
     example_counts: Sequence[int] | None = None
     budget: ClientBudget | None = None
@@ -92,29 +88,10 @@ class ClientTraining:
                 "updates are weighed by num-examples (mechanism.weighting); declare the counts, "
                 "which are then public, or weigh uniformly."
             )
-        if self.average_state:
-            self._check_state(plan, placement)
         if self.algorithm is not None:
             self._check_algorithm(self.algorithm, plan)
         if self.alternation is not None:
             self._check_alternation(plan)
-
-    def _check_state(self, plan: Plan, placement: str) -> None:
-        """Refuse averaged state in runs in which clients may not report it."""
-        must = (
-            "client.state is 'server' (ClientTraining(average_state=True)); it must be 'reset' or "
-            "'client' "
-        )
-        if plan.private:
-            raise FedsimError(
-                f"{must}in a run with client-level privacy: what clients report of their state "
-                "would be a release of its own."
-            )
-        if placement == "client":
-            raise FedsimError(
-                f"{must}while noise.placement = 'client': clients send their shares and nothing "
-                "else."
-            )
 
     def _check_algorithm(self, algorithm: LocalAlgorithm, plan: Plan) -> None:
         """Refuse vectors in a private run, and weights or bounds where means must be plain."""

@@ -26,7 +26,7 @@ from fedsim.federation.aggregation.share_sums import ClientShares
 from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
 from fedsim.federation.exchange import RecordKeys
-from fedsim.federation.extras import Extra, NamedVectors, SharedClientState
+from fedsim.federation.extras import Extra, NamedVectors
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
 from fedsim.federation.participants import Availability, Participants
 from fedsim.federation.private_metrics import PrivateEvaluation
@@ -308,8 +308,6 @@ def _extras_of(
     if isinstance(server_optimizer, FlowerOptimizer):
         # After the metrics, whose means it reads; before the extras that change config and vector.
         extras["strategy"] = StrategyConfig(server_optimizer)
-    if clients.average_state:
-        extras["clients"] = SharedClientState()
     algorithm = clients.algorithm
     if algorithm is not None and algorithm.receives:
         # Last: it takes the vectors out of the mean, which then has the parameters' layout.

@@ -8,14 +8,11 @@ reply, and `Extra.finish` once the round is released, after its ledger line was 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import ConfigRecord, MetricRecord
+from flwr.app import MetricRecord
 from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm, RoundMeans
@@ -23,15 +20,12 @@ from fedsim.errors import FedsimError, printable
 from fedsim.federation.arrays import array_record, same_arrays
 from fedsim.federation.exchange import Instructions
 from fedsim.federation.replies import Reply
-from fedsim.rows.block import CLIENT_STATE
 from fedsim.rows.layout import Layout, vectors_in, with_vectors
 
 _log = logging.getLogger("fedsim")
 
 LARGEST = 1e100
 """Larger numbers, and non-finite ones, are left out of means, whose sums would overflow."""
-
-_STATE_PREFIX = f"{CLIENT_STATE}."
 
 
 @dataclass(frozen=True)
@@ -103,56 +97,6 @@ def take_reply(extra: Extra, reply: Reply) -> list[int]:
         single_replies = (replace(reply, block=reply.block.select(ids == client)) for client in ids)
         return [client for single in single_replies for client in take_reply(extra, single)]
     return []
-
-
-class SharedClientState(Extra):
-    """Averages clients' final state (ADADP's rate), and sends the mean to the next round's clients.
-
-    Attributes
-    ----------
-    values : dict of str to float
-        Means by the state's name; empty before the first round has ended.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self._final: dict[str, list[float]] = {}
-
-    def send(self, instructions: Instructions) -> Instructions:
-        """The instructions, with the means and a request that clients report their final state."""
-        self._final = {}
-        means = {_STATE_PREFIX + name: mean for name, mean in self.values.items()}
-        config = ConfigRecord({**instructions.config, CLIENT_STATE: True, **means})
-        return replace(instructions, config=config)
-
-    def take(self, reply: Reply) -> None:
-        """Collect the final states of the clients in the sum."""
-        assert reply.block.usable is not None
-        is_usable = reply.block.usable.cpu().numpy()
-        for key, values in reply.block.metrics.items():
-            if key.startswith(_STATE_PREFIX):
-                # NaN, from a client without data, fails this comparison and is left out.
-                final = values[is_usable & (np.abs(values) <= LARGEST)].tolist()
-                self._final.setdefault(key.removeprefix(_STATE_PREFIX), []).extend(final)
-
-    def finish(self, result: RoundResult) -> RoundResult:
-        """Average the final states; one that too few clients reported keeps its last mean."""
-        # A state is left out if less than half as many clients reported it as the most frequent
-        # one: names that a few clients invent would be sent to all clients from then on.
-        minimum = max(map(len, self._final.values()), default=0) / 2
-        final = {name: v for name, v in self._final.items() if v and len(v) >= minimum}
-        # fsum rounds once: the mean does not depend on the order of the replies.
-        self.values |= {name: math.fsum(v) / len(v) for name, v in final.items()}
-        self._final = {}
-        return result
-
-    def state(self) -> dict[str, float]:
-        """The means."""
-        return dict(self.values)
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from `state`."""
-        self.values = {name: float(value) for name, value in state.items()}
 
 
 class NamedVectors(Extra):

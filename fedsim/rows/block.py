@@ -3,8 +3,6 @@
 Blocks are passed from engines to strategies. `BlockTrainer` is the interface that engines use. With
 a round's parameters a trainer receives config entries (`BlockTrainer.receive`):
 
-- `CLIENT_STATE`: the server keeps the mean of the clients' state. ``client-state.NAME`` is that
-  mean, once there is one, and each client reports its final state as a metric of the same name.
 - `KEEP_SINCE`: clients keep their state on disk, and the run may return to the end of this round:
   states from then on must not be deleted.
 - `RUN`: id of the run, the same after a resume, and different for every other run. By it clients
@@ -140,7 +138,6 @@ def _require_array(name: str, values: object, dtype: type[np.generic], n: int | 
         raise MalformedBlockError(f"{name} of a block has {len(values)} entries for {n} clients.")
 
 
-CLIENT_STATE = "client-state"
 KEEP_SINCE = "keep-since"
 RUN = "run"
 DECLARED_EXAMPLES = "declared-examples"

@@ -252,7 +252,6 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
         clients=ClientTraining(
             algorithm=factories.algorithm(config),
             alternation=factories.alternation(config, resolved.model),
-            average_state=client.state == "server",
             private_examples=client.private,
             example_counts=sizes,
             budget=trainer.over_budget if checks_budgets else None,

@@ -1,4 +1,4 @@
-"""State that clients keep between rounds, and its stores: in memory, in files, at the server."""
+"""State that clients keep between rounds, and its stores: in memory, in files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
-from fedsim.rows.block import CLIENT_IDS, CLIENT_STATE, KEEP_SINCE, ClientStates, Ids
+from fedsim.rows.block import CLIENT_IDS, ClientStates, Ids
 from fedsim.training.payload import PERSONAL, Personal
 
-StateKind = Literal["reset", "client", "server"]
-"""Whether state is reset after a round, kept by each client, or averaged by the server."""
+StateKind = Literal["reset", "client"]
+"""Whether state is reset after a round, or kept by each client."""
 
 ABSENT = -1  # row number of a client without state
 
@@ -36,7 +36,7 @@ class PersistentState:
 
     Parameters
     ----------
-    kind : "reset", "client" or "server"
+    kind : "reset" or "client"
         The trainer's ``state``.
     algorithm : LocalAlgorithm
     personal : Personal
@@ -52,8 +52,7 @@ class PersistentState:
     Raises
     ------
     FedsimError
-        If clients must keep state and ``kind`` does not allow it; or if the server would have to
-        send a state as large as the model.
+        If clients must keep state and ``kind`` does not allow it.
     """
 
     def __init__(
@@ -74,15 +73,6 @@ class PersistentState:
         self.store: StateStore
         if kind == "client":
             self.store = MemoryStore(population) if directory is None else FileStore(directory)
-        elif kind == "server":
-            sample = algorithm.sample(personal.packing.width)
-            large = [n for n in algorithm.carried if n in sample and sample[n].dim() > 1]
-            if large:
-                raise FedsimError(
-                    f"client.state is 'server', but {', '.join(large)} of {algorithm.label} is as "
-                    "large as the model; it must be 'reset' or 'client'."
-                )
-            self.store = ServerState({})
         else:
             self.store = StateStore()
 
@@ -90,24 +80,6 @@ class PersistentState:
     def entries(self) -> tuple[str, ...]:
         """Entries of the algorithm's state that are kept between rounds."""
         return () if self.kind == "reset" else self.algorithm.carried
-
-    def receive(self, config: Mapping[str, object]) -> None:
-        """Read the entries of a round's config that concern clients' state.
-
-        Raises
-        ------
-        FedsimError
-            If clients need the server's averaged state and it sends none.
-        """
-        if self.kind != "server":
-            self.store.keep_since(config.get(KEEP_SINCE))
-            return
-        if not config.get(CLIENT_STATE):
-            raise FedsimError(
-                "client.state is 'server', but this strategy keeps no state of clients; it must be "
-                "'reset' or 'client', or the strategy's clients=ClientTraining(average_state=True)."
-            )
-        self.store = ServerState(config)
 
     def start(self, shared: Tensor, carried: CarriedState) -> Tensor:
         """Start parameters ``[n, D]`` of ``n`` clients that were sent ``shared [1 or n, D]``.
@@ -377,29 +349,3 @@ class FileStore(StateStore):
             # The last file up to that round is the client's state at its end: it must stay too.
             last = min(last, sum(number <= self._oldest_round for number, _ in rounds) - 1)
         return [path for _, path in (*rounds[: max(last, 0)], *files[len(rounds) :])]
-
-
-class ServerState(StateStore):
-    """State that the server sends: one number per entry, averaged over the last round's clients.
-
-    Nothing is stored here: clients report their final state among their metrics.
-
-    Parameters
-    ----------
-    config : mapping
-        A round's config entries; they hold no state before the first round has ended.
-    """
-
-    def __init__(self, config: Mapping[str, object]) -> None:
-        prefix = f"{CLIENT_STATE}."
-        self._values = {
-            key.removeprefix(prefix): value
-            for key, value in config.items()
-            if key.startswith(prefix) and isinstance(value, float)
-        }
-
-    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
-        """The server's numbers, the same for every client."""
-        n = len(client_ids)
-        rows = {k: torch.full((n,), v, dtype=torch.float64) for k, v in self._values.items()}
-        return CarriedState(np.full(n, bool(rows)), rows)

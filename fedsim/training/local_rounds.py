@@ -13,7 +13,6 @@ from fedsim.clients.base import PERSONAL_MASK
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Releaser
 from fedsim.randomness import Randomness
-from fedsim.rows.block import CLIENT_STATE
 from fedsim.training.batches import (
     DRAWN_TOGETHER,
     Batches,
@@ -175,9 +174,7 @@ class LocalRounds:
             result = self.fit_block(self.payload.received(own_vectors), clients, own_numbers)
             theta[positions] = self.payload.replies(result.theta, result.sent, own_vectors)
             for name, values in result.metrics.items():
-                # A client without data must not enter the server's mean of clients' state.
-                default = np.nan if name.startswith(CLIENT_STATE) else 0.0
-                metrics.setdefault(name, np.full(n, default))[positions] = values
+                metrics.setdefault(name, np.zeros(n))[positions] = values
             final_states.append((result.carried, clients))
         for carried, clients in final_states:
             self.finish(carried, clients)
@@ -217,8 +214,6 @@ class LocalRounds:
         if self.reports_loss:
             metrics["loss"] = loop.mean_losses()
         metrics |= _columns(end.reports)
-        if self.client_state.kind == "server":
-            metrics |= _columns({f"{CLIENT_STATE}.{k}": v for k, v in end.carried.items()})
         return BlockResult(end.theta, end.sent, _final_state(end), metrics)
 
     def finish(self, carried: CarriedState, clients: RoundClients) -> None:

@@ -19,7 +19,7 @@ from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
-from fedsim.rows.block import RUN, Block, ClientStates
+from fedsim.rows.block import KEEP_SINCE, RUN, Block, ClientStates
 from fedsim.rows.layout import Alternation, Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
@@ -75,10 +75,9 @@ class Trainer:
     max_grad_norm : float
         Largest L2 norm of a batch's gradient; longer ones are scaled down to it. 0 for no limit.
         It gives no privacy, and is refused with example-level privacy.
-    state : "reset", "client" or "server"
-        The algorithm's state (ADADP's rate, a momentum) between rounds: reset; kept by each client;
-        or averaged by the server over the last round's clients, which report it, and sent to all
-        clients of the next round (`receive`).
+    state : "reset" or "client"
+        The algorithm's state (ADADP's rate, a momentum) between rounds: reset, or kept by each
+        client.
     state_dir : path, optional
         Directory for clients' state, for runtimes whose processes end with a round.
     personal : collection of str
@@ -213,17 +212,18 @@ class Trainer:
     def receive(self, config: Mapping[str, object]) -> None:
         """Read the entries of a round's config that are for clients.
 
-        These are the state that the server averages, FedProx's mu, and the run's id.
+        These are the round since which clients must keep their state, FedProx's mu, and the run's
+        id.
 
         Raises
         ------
         FedsimError
-            If clients need the server's averaged state and it sends none; or if it sends a proximal
-            coefficient, as Flower's FedProx does, to clients without a proximal term.
+            If the server sends a proximal coefficient, as Flower's FedProx does, to clients without
+            a proximal term.
         """
         for part in self._parts:
             part.server_numbers = server_numbers(self.algorithm, config)
-        self.client_state.receive(config)
+        self.client_state.store.keep_since(config.get(KEEP_SINCE))
         if isinstance(run := config.get(RUN), str):
             self.join(run)
 
@@ -260,8 +260,7 @@ class Trainer:
 
     def on(self, path: choice.PathName, block_size: int = 0) -> Self:
         """A trainer of the same clients on another path, without their state."""
-        state: StateKind = "client" if self.client_state.kind == "client" else "reset"
-        return self._copy(path=path, block_size=block_size, state=state)
+        return self._copy(path=path, block_size=block_size, state=self.client_state.kind)
 
     def copy_for(self, device: str) -> Self:
         """A trainer of the same clients on another device, with the same path and block size."""

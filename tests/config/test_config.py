@@ -94,7 +94,7 @@ BAD = {
     ("client.noise.multiplier=1.0",): "client.mechanism.name = 'none'; it must be set",
     ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",
     ("client.tol=1.0",): "client.tol = 1.0 has no effect with client.name = 'sgd'",
-    (*PRIVATE, "client.state=server"): "client.state = 'server'; it must be 'reset' or 'client'",
+    ("client.state=server",): "client.state = 'server'; it must be 'reset' or 'client'",
     (
         "name=../../evil",
     ): "name = '../../evil'; it must be 1 to 100 letters a to z, digits, '.', '_' and '-'",

@@ -42,7 +42,7 @@ from fedsim.mechanisms import (
     QuantileClipping,
 )
 from fedsim.mechanisms.bounded_values import ValueRange
-from fedsim.strategies import ClientTraining, DPFedAvg
+from fedsim.strategies import DPFedAvg
 
 SHAPES = {"w": (3, 4), "b": (4,)}
 D = 16
@@ -403,7 +403,7 @@ def hostile(rng: random.Random) -> RecordDict:
             data[rng.randrange(len(data))] = rng.randrange(256)
         records = {"arrays": parameters(w=raw(bytes(data[: rng.randrange(len(data))])))}
     metrics = MetricRecord({})
-    for name in ("num-examples", "loss", "accuracy", "client-state.eta"):
+    for name in ("num-examples", "loss", "accuracy", "eta"):
         if rng.random() < 0.7:
             pool = BAD_COUNTS if rng.random() < 0.3 else ODD_METRICS
             dict.__setitem__(metrics._data, name, rng.choice(pool))
@@ -424,8 +424,6 @@ def test_two_thousand_hostile_replies_crash_nothing_and_leave_nothing_that_is_no
     rows = []
     for _ in range(-(-2000 // (NODES * len(CASES)))):
         settings = {} if placement == "server" else {"placement": placement}
-        if MECHANISMS[mechanism].guarantee == "none":
-            settings["clients"] = ClientTraining(average_state=True)
         one = Round(strategy(MECHANISMS[mechanism], **settings))
         make = hostile if placement == "server" or rng.random() < 0.3 else None
         replies = [

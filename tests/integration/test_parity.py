@@ -21,13 +21,6 @@ RUN = {
     "noise": {"multiplier": 0.5, "entropy": "config"},
     "server": {"optimizer": "adam", "lr": 0.05},
 }
-# The server may send the clients' state only where their reports are no release.
-SERVER_STATE = {
-    **RUN,
-    "client": {**RUN["client"], "state": "server"},
-    "mechanism": {"name": "none"},
-    "noise": {"entropy": "config"},
-}
 # Who replies, which examples are in a batch, who evaluates: all by chance, and none of it noise.
 WITHOUT_PRIVACY = {
     **RUN,
@@ -60,11 +53,6 @@ def expected(tmp_path_factory):
     return facts(run("local", tmp_path_factory.mktemp("local")))
 
 
-@pytest.fixture(scope="module")
-def expected_with_server_state(tmp_path_factory):
-    return facts(run("local", tmp_path_factory.mktemp("local"), SERVER_STATE))
-
-
 def test_cohorts_of_the_parity_run_are_partial(expected):
     _, rows, ledger = expected
     asked = [row["asked"] for row in rows if "asked" in row]
@@ -80,26 +68,10 @@ def test_ray_gives_the_bytes_of_the_local_engine(tmp_path, expected):
     assert facts(ray) == expected
 
 
-@pytest.mark.usefixtures("ray_runtime")
-def test_state_that_the_server_sends_is_the_same_on_one_worker_of_ray(
-    tmp_path, expected_with_server_state
-):
-    ray = run("ray", tmp_path, SERVER_STATE, workers=1, **{"cpus-per-worker": 0.1})
-    assert facts(ray) == expected_with_server_state
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["simulation", "deployment"])
 def test_flowers_runtimes_give_the_bytes_of_the_local_engine(engine, tmp_path, expected):
     assert facts(run(engine, tmp_path)) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["simulation", "deployment"])
-def test_state_that_the_server_sends_is_the_same_on_flowers_runtimes(
-    engine, tmp_path, expected_with_server_state
-):
-    assert facts(run(engine, tmp_path, SERVER_STATE)) == expected_with_server_state
 
 
 @pytest.mark.slow

@@ -72,7 +72,6 @@ CASES: dict[str, dict[str, Any]] = {
     "adaclip": {"mechanism.name": "adaclip", "noise.multiplier": 1.0},
     "clients keep their rate": {**ADADP, "client.state": "client"},
     "on the disk": {**ADADP, "client.state": "client", "client.state-dir": "kept"},
-    "the mean of clients' rates": {**ADADP, "client.state": "server"},
     "private examples": {**EXAMPLES, **ADADP, "client.state": "client"},
     "private examples in passes": {
         **EXAMPLES,

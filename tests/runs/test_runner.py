@@ -70,7 +70,7 @@ RICH: list[dict[str, Any]] = [
         "mechanism.name": "none",
         "noise.multiplier": "",
         "client.name": "adadp-lr",
-        "client.state": "server",
+        "client.state": "client",
     },
 ]
 

@@ -15,7 +15,7 @@ from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
-from fedsim.rows.block import CLIENT_IDS, CLIENT_STATE, RUN
+from fedsim.rows.block import CLIENT_IDS, RUN
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.client_state import FileStore, MemoryStore
 
@@ -74,58 +74,6 @@ def test_two_rounds_with_kept_state_are_one_of_twice_the_steps(algorithm):
     ended = kept.fit(middle, IDS[:2], 2).theta
     once = Trainer(model, algorithm, data, steps=6, **make)
     torch.testing.assert_close(ended, once.fit(once.initial(), IDS[:2], 1).theta)
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 4])
-def test_clients_start_from_what_the_server_sends_and_report_what_they_end_with(block_size):
-    slow = AdadpLR(lr=0.05, tol=0.3, eta_max=5.0)
-    averaged = trainer_of("server", slow, block_size=block_size)
-    averaged.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
-    started = trainer_of("reset", replace(slow, lr=0.2), block_size=block_size)
-    both = (t.train(t.initial(), IDS, 2) for t in (averaged, started))
-    for got, expected in zip(*both, strict=True):
-        assert torch.equal(got.rows, expected.rows)
-        assert (got.metrics[f"{CLIENT_STATE}.eta"] == expected.metrics["eta"]).all()
-        assert (got.metrics["fresh-state"] == 0).all()
-
-
-def test_clients_to_whom_the_server_has_sent_nothing_yet_start_from_eta_0():
-    trainer, fresh = trainer_of("server"), trainer_of("reset")
-    trainer.receive({CLIENT_STATE: True})
-    (got,), (expected,) = (t.train(t.initial(), IDS, 1) for t in (trainer, fresh))
-    assert torch.equal(got.rows, expected.rows)
-    assert (got.metrics["fresh-state"] == 1).all()
-
-
-def test_clients_that_count_on_a_server_that_keeps_no_state_are_refused():
-    with pytest.raises(FedsimError, match=r"client\.state is 'server'.*average_state"):
-        trainer_of("server").receive({"server-round": 1})
-    trainer_of("client").receive({"server-round": 1})
-
-
-def test_a_client_without_data_reports_no_state():
-    trainer = Trainer(
-        make_mlp(), AdadpLR(lr=0.2), make_data([9, 0, 5]), batch_size=4,
-        randomness=Randomness(2), state="server",
-    )  # fmt: skip
-    name, ids = f"{CLIENT_STATE}.eta", np.arange(3)
-    for block in trainer.train(trainer.initial(), ids, 1):
-        assert (name in block.metrics) == (1 not in block.client_ids)
-    reported = trainer.fit(trainer.initial(), ids, 1).metrics[name]
-    assert np.isnan(reported).tolist() == [False, True, False]
-
-
-def test_a_mechanisms_own_state_is_not_sent():
-    privacy = ExamplePrivacy(AdaClip(clip_norm=0.5), 1.0)
-    trainer = trainer_of("server", privacy=privacy)
-    trainer.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
-    (block,) = trainer.train(trainer.initial(), IDS, 2)
-    assert [key for key in block.metrics if key.startswith(CLIENT_STATE)] == ["client-state.eta"]
-
-
-def test_a_state_as_large_as_the_model_is_not_for_the_server():
-    with pytest.raises(FedsimError, match=r"client\.state is 'server'"):
-        trainer_of("server", Adam(lr=0.1))
 
 
 def test_files_keep_what_columns_keep(tmp_path):

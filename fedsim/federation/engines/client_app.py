@@ -29,11 +29,11 @@ from fedsim.federation.aggregation.shares import (
 from fedsim.federation.exchange import metric_record
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
-from fedsim.rows.block import CLIENT_STATE, DECLARED_EXAMPLES, RUN, Ids
+from fedsim.rows.block import DECLARED_EXAMPLES, RUN, Ids
 from fedsim.training import Trainer
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 
-AGGREGATED_METRICS = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE)
+AGGREGATED_METRICS = ("num-examples", "fresh-state", USABLE)
 """Prefixes of the metrics that a server needs to aggregate an update; others are for display."""
 
 

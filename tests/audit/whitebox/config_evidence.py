@@ -214,7 +214,6 @@ def strategies(
         "noise.target-epsilon": "",
         "noise.max-epsilon": "" if budget is None else budget,
         "noise.entropy": "config",
-        "client.state": "reset" if config.client.state == "server" else config.client.state,
     }
     return _for_any_seed(RunConfig.parse(tree).replace(**changes))
 
