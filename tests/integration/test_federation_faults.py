@@ -146,12 +146,13 @@ def test_a_client_whose_process_dies_has_failed_and_takes_part_in_the_next_round
 def test_a_client_whose_process_is_killed_as_it_starts_has_failed_and_its_node_goes_on(
     rehearsal, submit
 ):
-    run_id, out = submit(timeout=3000.0)
+    run_id, out = submit(rounds=4, timeout=3000.0)
     kill_next_task(rehearsal.running["supernode-4-app"].pid)
     finish(rehearsal, run_id)
-    assert [counts(row) for row in rows_of(out)] == [(6, 5, 1), (6, 6, 0)]
+    # On a busy machine the task that is seen first may be that of a later round.
+    assert sorted(counts(row) for row in rows_of(out)) == [(6, 5, 1), *[(6, 6, 0)] * 3]
     assert "process was ended by signal 9" in rehearsal.operator.log(run_id)
-    assert releases(out) == 2
+    assert releases(out) == 4
 
 
 def kill_next_task(superexec: int) -> None:
