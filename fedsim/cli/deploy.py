@@ -148,12 +148,12 @@ def renew(
     It is signed by the key in `authority/`, so that nodes and operator need nothing new. Give
     `server.pem` and `server.key` of `superlink/` to the server, and restart `deploy superlink`.
     """
-    from fedsim.deploy.certificates import end_of
+    from fedsim.deploy.certificates import valid_until
     from fedsim.deploy.federation import Federation
 
     federation = Federation.load(directory)
     federation.renew(days)
-    end = end_of(federation.superlink / "server.pem")
+    end = valid_until(federation.superlink / "server.pem")
     Output().print(
         f"{directory}/superlink has a certificate that is valid until {end} (server.pem, "
         "server.key); the server uses it once it is restarted."
@@ -186,7 +186,7 @@ def superlink(
     runs fedsim's own ServerApp and no other code. It writes runs to `$FEDSIM_RUNS`, by default to
     `runs` of the federation that DIRECTORY is in; if it is in none, to STATE/runs.
     """
-    from fedsim.deploy.certificates import end_of
+    from fedsim.deploy.certificates import valid_until
     from fedsim.deploy.federation import runs_of
     from fedsim.deploy.services import SuperLink
     from fedsim.runs.directory import RUNS
@@ -198,7 +198,7 @@ def superlink(
     services = [service.among(variables) for service in party.services(state, host=host)]
     message = f"The SuperLink is up; nodes reach it on port {party.fleet_port}."
     if not party.insecure:
-        message += f" Its certificate is valid until {end_of(directory / 'server.pem')}."
+        message += f" Its certificate is valid until {valid_until(directory / 'server.pem')}."
     message += f" Runs are in {runs}."
     _run_services(services, state / "logs", message)
 
@@ -248,11 +248,14 @@ def up(
 
     However it ends, only logs/ and runs/ remain.
     """
+    from fedsim.deploy.certificates import valid_until
     from fedsim.deploy.federation import Federation
     from fedsim.deploy.rehearsal import Rehearsal
     from fedsim.runs.directory import RUNS
 
     federation = Federation.load(directory)
+    if not federation.insecure:
+        valid_until(federation.superlink / "server.pem")
     console = Output()
     with (
         _until_interrupted(console),

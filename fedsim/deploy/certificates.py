@@ -110,21 +110,27 @@ class Authority:
         return certificate.public_bytes(_PEM), _private_pem(key)
 
 
-def end_of(certificate: Path) -> str:
+def valid_until(certificate: Path) -> str:
     """The day on which a certificate expires.
 
     Raises
     ------
     FedsimError
-        If the file holds no certificate.
+        If the file holds no certificate, or one that has expired.
     """
     try:
         content = regular_files.read_bytes(certificate)
-        return f"{x509.load_pem_x509_certificate(content).not_valid_after_utc:%Y-%m-%d}"
+        end = x509.load_pem_x509_certificate(content).not_valid_after_utc
     except (OSError, ValueError):
         raise FedsimError(
             f"{certificate} holds no certificate; `fedsim deploy renew` makes one."
         ) from None
+    if end <= datetime.datetime.now(datetime.UTC):
+        raise FedsimError(
+            f"{certificate} expired on {end:%Y-%m-%d}, so that no node would trust the server; "
+            "`fedsim deploy renew` makes a new one."
+        )
+    return f"{end:%Y-%m-%d}"
 
 
 def node_key() -> tuple[bytes, bytes]:

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from fedsim.deploy.certificates import Authority, end_of, node_key, write_private
+from fedsim.deploy.certificates import Authority, node_key, valid_until, write_private
 from fedsim.errors import FedsimError
 
 
@@ -88,4 +88,4 @@ def test_a_certificate_does_not_outlive_its_authority():
 def test_a_file_without_a_certificate_is_named(tmp_path):
     (tmp_path / "server.pem").write_text("no certificate")
     with pytest.raises(FedsimError, match=r"server\.pem holds no certificate"):
-        end_of(tmp_path / "server.pem")
+        valid_until(tmp_path / "server.pem")

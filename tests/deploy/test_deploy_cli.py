@@ -124,6 +124,17 @@ def test_a_renewed_certificate_is_of_the_same_authority_and_names(tmp_path):
     )
 
 
+@pytest.mark.parametrize("command", ["superlink", "up"])
+def test_a_server_whose_certificate_has_expired_does_not_start(tmp_path, monkeypatch, command):
+    monkeypatch.setattr("fedsim.deploy.processes.Processes.__init__", pytest.fail)
+    invoke("init", tmp_path / "fed")
+    made = Federation.load(tmp_path / "fed")
+    made.issue(days=-1)
+    directory = made.superlink if command == "superlink" else made.directory
+    with pytest.raises(FedsimError, match=r"server\.pem expired on .* `fedsim deploy renew`"):
+        invoke(command, directory)
+
+
 def test_a_certificate_that_cannot_be_renewed_is_left(tmp_path):
     invoke("init", tmp_path / "fed", "--days", 4000)
     path = tmp_path / "fed" / "superlink" / "server.pem"
