@@ -172,7 +172,7 @@ class SecureSum(ShareSum):
             total = unmasked(masked, gathered, {c: keys[c][0] for c in senders}, context)
             self._take(sums, total, len(survivors))
         except FedsimError as error:
-            self._why_lost = f"the sum cannot be unmasked: {error}"
+            self._why_lost = f"the sum cannot be unmasked: {str(error).rstrip('.')}"
             return
         self._survivors = survivors
 
