@@ -214,4 +214,8 @@ def _arrays(split: Split, part: str, images: bool) -> dict[str, Any]:
     arrays = {"x": x, "y": split.y.numpy(), **split.columns}
     if split.mask is not None:
         arrays["mask"] = split.mask.numpy()
-    return {f"{name}_{part}": array for name, array in arrays.items()}
+    # An array of Python strings would be written as a pickle, which no reader takes.
+    return {
+        f"{name}_{part}": array.astype(np.str_) if array.dtype.hasobject else array
+        for name, array in arrays.items()
+    }

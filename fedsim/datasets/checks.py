@@ -18,7 +18,7 @@ MOST_CLASSES = 1_000_000
 """A larger class or token is taken for a mistake: models have an output or a row for each."""
 
 UNUSABLE = "unusable"
-"""Column that marks the training examples with a label or token out of range."""
+"""Column that marks a private run's examples which cannot be used; see `with_unusable`."""
 
 MOST_CHANNELS = 4
 PIECE_BYTES = 2**26
@@ -39,7 +39,8 @@ def checked_split(
     where : str
         Name of the data in error messages.
     protected : bool
-        Whether to accept numbers that are not finite, and labels and tokens out of range.
+        Whether to accept numbers that are not finite, and labels and tokens out of range, since the
+        examples, training or test, are those of persons whom a run protects.
 
     Raises
     ------
@@ -151,12 +152,18 @@ def _mask(key: str, array: Array, y: Array, where: str, protected: bool) -> Arra
 
 
 def _column(key: str, array: Array, count: int, where: str) -> Array:
-    if array.shape != (count,) or array.dtype.kind not in "uifbUS":
+    plain = array.dtype.kind in "uifbUS" or is_texts(array)
+    if array.shape != (count,) or not plain:
         raise FedsimError(
             f"{where} has {key} of shape {array.shape} and dtype {array.dtype}; a column must have "
             f"one number or string for each of the {count} examples."
         )
     return np.asarray(array)
+
+
+def is_texts(array: Array) -> bool:
+    """Whether an array holds Python strings, which take no more memory than their own lengths."""
+    return array.dtype.hasobject and all(isinstance(value, str) for value in array.ravel())
 
 
 def torch_dtype(array: Array) -> np.dtype[Any]:
@@ -177,7 +184,8 @@ def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
             f"{where} has {key} of dtype {array.dtype}, which cannot be memory-mapped; it must be "
             "float, uint8, or signed integers, in this machine's byte order."
         )
-    # Too large protected labels stay too large or become negative: `with_unusable` finds both.
+    # Too large labels of a private run stay too large or become negative: `with_unusable` finds
+    # both.
     if kind == "u" and not protected and int(array.max(initial=0)) >= MOST_CLASSES:
         raise FedsimError(
             f"{where} has the label {array.max()} in {key}; labels must be below {MOST_CLASSES:,}."
@@ -206,8 +214,8 @@ def found_size(
 ) -> Size:
     """Number of classes or tokens; 0 if the targets are not classes or the inputs not tokens.
 
-    With ``protected`` no training example is refused, and the number is taken from the test
-    examples if they have any: nothing that is visible then depends on the training data.
+    With ``protected`` no example is refused, and the number is taken from the test examples if
+    they have any: nothing that is visible then depends on the training data.
 
     Parameters
     ----------
@@ -243,9 +251,9 @@ def found_size(
     most = []
     for split, columns, array in zip(("train", "test"), (train, test), arrays, strict=True):
         low, high = _extremes(array, columns.get("mask") if name == "y" else None)
-        if protected and split == "train":
+        if protected:
             # Clamped, not refused: an error would depend on protected data.
-            most.append(min(max(high + 1, 1), MOST_CLASSES))
+            most.append(min(max(high + 1, int(split == "train")), MOST_CLASSES))
             continue
         if low < 0 or high >= limit:
             remedy = f", and mask_{split} must be false where one is ignored, as -100 is in torch"
@@ -267,32 +275,56 @@ def found_size(
     return Size(max(most), "train" if most[0] > most[1] else "test")
 
 
-def with_unusable(train: _Arrays, sizes: Mapping[str, Size]) -> _Arrays:
-    """Training arrays with labels and tokens outside ``sizes`` set to 0, and their examples marked.
+def with_unusable(arrays: _Arrays, sizes: Mapping[str, Size], split: str) -> _Arrays:
+    """Arrays of a split with labels and tokens outside ``sizes`` set to 0, their examples marked.
 
     They are set to 0 so that no model looks up a row that does not exist. An array that has such
     values is copied, unless it is copy-on-write memory of a mapped file. The boolean column
-    `UNUSABLE` marks the examples concerned; it is left out where there are none.
+    `UNUSABLE` marks the examples concerned; it is left out where there are none. Of test examples
+    it also marks those with numbers that are not finite. Of training examples it need not: these
+    make their client's update not finite, or their own gradient count as zero.
     """
-    made, marks = dict(train), train.get(UNUSABLE)
-    unusable = np.zeros(len(train["x"]), dtype=np.bool_)
+    made, marks = dict(arrays), arrays.get(UNUSABLE)
+    unusable = np.zeros(len(arrays["x"]), dtype=np.bool_)
     if marks is not None and marks.dtype.kind == "b":  # marked already, in a client's own file
         unusable |= marks
     for name, size in (("y", sizes["classes"].size), ("x", sizes["vocabulary"].size)):
-        array, stop = train[name], 0
-        for piece, counts in _pieces(array, train.get("mask") if name == "y" else None):
+        array, stop = arrays[name], 0
+        for piece, counts in _pieces(array, arrays.get("mask") if name == "y" else None):
             start, stop = stop, stop + len(piece)
             if not size or (piece.min() >= 0 and piece.max() < size):
                 continue
-            wrong = (piece < 0) | (piece >= size)
-            if counts is not None:
-                # A mask may lack the last dimensions of y: give it axes of size 1 to broadcast.
-                wrong &= counts.reshape(*counts.shape, *[1] * (wrong.ndim - counts.ndim))
+            wrong = _counted((piece < 0) | (piece >= size), counts)
             if made[name] is array and getattr(array, "mode", "") != "c":
                 made[name] = array.copy()
             made[name][start:stop][wrong] = 0
-            unusable[start:stop] |= wrong.reshape(len(piece), -1).any(axis=1)
+            unusable[start:stop] |= _any_of_example(wrong)
+        if split == "test":
+            unusable |= not_finite(array, arrays.get("mask") if name == "y" else None)
     return made | {UNUSABLE: unusable} if unusable.any() else made
+
+
+def not_finite(array: Array, mask: Array | None = None) -> npt.NDArray[np.bool_]:
+    """Which examples ``[N]`` have numbers that count and are not finite."""
+    found = np.zeros(len(array), dtype=np.bool_)
+    if array.dtype.kind == "f":
+        stop = 0
+        for piece, counts in _pieces(array, mask):
+            start, stop = stop, stop + len(piece)
+            found[start:stop] = _any_of_example(_counted(~np.isfinite(piece), counts))
+    return found
+
+
+def _counted(wrong: Array, mask: Array | None) -> Array:
+    """``wrong`` where the mask counts; it may lack the last dimensions, which it then gets."""
+    if mask is None:
+        return wrong
+    counts = mask.reshape(*mask.shape, *[1] * (wrong.ndim - mask.ndim))
+    return np.asarray(wrong & counts)
+
+
+def _any_of_example(wrong: Array) -> Array:
+    return np.asarray(wrong.reshape(len(wrong), -1).any(axis=1))
 
 
 def _extremes(array: Array, mask: Array | None) -> tuple[int, int]:
@@ -306,14 +338,11 @@ def _extremes(array: Array, mask: Array | None) -> tuple[int, int]:
 
 
 def _require_finite(key: str, array: Array, mask: Array | None, where: str) -> None:
-    if array.dtype.kind != "f":
-        return
-    for piece, counts in _pieces(array, mask):
-        if not np.isfinite(piece if counts is None else piece[counts]).all():
-            raise FedsimError(
-                f"{where} has NaN or infinite numbers in {key}; every feature and every target "
-                "that counts must be finite."
-            )
+    if not_finite(array, mask).any():
+        raise FedsimError(
+            f"{where} has NaN or infinite numbers in {key}; every feature and every target that "
+            "counts must be finite."
+        )
 
 
 def _pieces(array: Array, mask: Array | None) -> Iterator[tuple[Array, Array | None]]:

@@ -40,9 +40,11 @@ class Split:
     mask : bool Tensor, or None
         Which targets count: of the shape of ``y``, or of its first dimensions.
     columns : mapping of name to array ``[N]``
-        Further values per example, such as its ``owner``. The boolean column ``unusable`` marks
-        training examples with a label or token out of range: their clients fail, or at example
-        level their gradients count as zero.
+        Further values per example, such as its ``owner``. In a private run the boolean column
+        ``unusable`` marks examples with a label or token out of range, and test examples with
+        numbers that are not finite. The clients of such training examples fail, or at example
+        level their gradients count as zero. Such test examples are left out of metrics, and their
+        clients fail where they evaluate.
     """
 
     x: Tensor
@@ -185,13 +187,13 @@ class Dataset:
         `of` checks its arrays itself; this is for a `Dataset` that a user constructed directly, or
         that `ranged` has reduced. Numbers of classes and tokens that were not declared are counted
         again. For a private run (``protected``) nothing depends on the training examples: those
-        numbers are counted in the test examples, if they have any, and a training example out of
-        that range becomes ``unusable`` (see `Split`).
+        numbers are counted in the test examples, if they have any, and an example out of that
+        range becomes ``unusable`` (see `Split`).
 
         Raises
         ------
         FedsimError
-            If a label or token is negative or too large; with ``protected``, in a test example.
+            If a label or token is negative or too large, unless ``protected``.
         """
         train, test = _arrays(self.train), _arrays(self.test)
         sizes = {"classes": Size(0), "vocabulary": Size(0)}
@@ -202,7 +204,8 @@ class Dataset:
                 sizes[key] = found_size(key, declared, train, test, where, protected)
         return replace(
             self,
-            train=_split(with_unusable(train, sizes)) if protected else self.train,
+            train=_split(with_unusable(train, sizes, "train")) if protected else self.train,
+            test=_split(with_unusable(test, sizes, "test")) if protected else self.test,
             num_classes=sizes["classes"].size,
             vocabulary=sizes["vocabulary"].size,
             found_in=_found_in(self.found_in, sizes),
@@ -279,8 +282,8 @@ class Dataset:
         source : str
             Name of the data in error messages; empty for ``name``.
         protected : bool
-            Whether to accept training examples whose numbers are not finite, or whose labels or
-            tokens are out of range; see `load`.
+            Whether to accept examples whose numbers are not finite, or whose labels or tokens are
+            out of range; see `load`.
         found_in : mapping of str to str
             Other properties found in the examples, each with its split: "train" or "test".
         feature_names, class_names : sequence of str
@@ -294,7 +297,7 @@ class Dataset:
         """
         where = source or name
         splits = {
-            split: checked_split(split, arrays, layout, where, protected and split == "train")
+            split: checked_split(split, arrays, layout, where, protected)
             for split, arrays in (("train", train), ("test", test))
         }
         first, second = splits["train"], splits["test"]
@@ -310,7 +313,8 @@ class Dataset:
             for key, declared in (("classes", classes), ("vocabulary", vocabulary))
         }
         if protected:
-            first = with_unusable(first, sizes)
+            first = with_unusable(first, sizes, "train")
+            second = with_unusable(second, sizes, "test")
         return cls(
             name,
             _split(first),

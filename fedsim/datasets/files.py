@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fedsim import extras, registry, regular_files
 from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, cause, read_folder, read_npz
-from fedsim.datasets.checks import AxisOrder
+from fedsim.datasets.checks import AxisOrder, is_texts
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import is_table, read_table
 from fedsim.errors import FedsimError
@@ -19,6 +19,7 @@ from fedsim.registry import register
 from fedsim.settings import Ge
 from fedsim.synonyms import closest
 
+_SUFFIXES = (".npz", ".csv")
 _OWN_FILES = (
     "a path to an .npz or a .csv, or to a folder of .npy files, of train.csv and test.csv, or one "
     "that datasets has saved"
@@ -92,12 +93,32 @@ class Files:
         return read_folder(path) if path.is_dir() else read_npz(path)
 
 
-def _data_path(name: str, folder: Path) -> Path:
-    """Path of a user's own data: as written, or else within ``folder``."""
-    is_file_name = Path(name).suffix.lower() in (".npz", ".csv")
+def data_files(name: str, folder: Path) -> set[tuple[int, int]]:
+    """Device and inode of each file of a user's own data; none if there are no such data.
+
+    ``name`` and ``folder`` as in `Files`: of a folder it is all files in it. Links are followed, so
+    that a file is the same under all its names; a copy is another file.
+    """
+    if (path := _existing(name, folder)) is None:
+        return set()
+    files = (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else (path,)
+    return {(status.st_dev, status.st_ino) for status in (file.stat() for file in files)}
+
+
+def _existing(name: str, folder: Path) -> Path | None:
+    """Path of a user's own data, as written or else within ``folder``; None if there are none."""
+    is_file_name = Path(name).suffix.lower() in _SUFFIXES
     for path in (Path(name), folder / name):
         if name and (path.is_dir() or (path.is_file() and is_file_name)):
             return path
+    return None
+
+
+def _data_path(name: str, folder: Path) -> Path:
+    """Path of a user's own data: as written, or else within ``folder``."""
+    if (path := _existing(name, folder)) is not None:
+        return path
+    is_file_name = Path(name).suffix.lower() in _SUFFIXES
     if not is_file_name and "/" not in name:
         known = [known for known in registry.names("data") if known != "files"]
         hint = closest("data", name, known)
@@ -177,9 +198,7 @@ def _array(split: Any, which: str, column: str, where: Path) -> npt.NDArray[Any]
         array = np.asarray(split.with_format("numpy")[column][:])
     except (ValueError, TypeError):
         array = np.asarray(None)
-    if array.dtype.hasobject and all(isinstance(value, str) for value in array.ravel()):
-        return array.astype(np.str_)
-    if array.dtype.hasobject:
+    if array.dtype.hasobject and not is_texts(array):
         raise FedsimError(
             f"{where} has a column '{column}' that cannot become an array; its values must be "
             "numbers, strings, or images or lists of one shape (pad sequences, and mark what "

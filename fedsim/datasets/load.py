@@ -62,11 +62,12 @@ def load(
         Range of examples to use, as ``start:stop`` in the file's order; either end may be
         left out. ``"10000:"`` is all but the first 10,000, say because those are public.
     protected : bool
-        Whether a run protects the training examples. Then one bad example does not make the whole
-        data set refused: a number that is not finite makes its client's update not finite, so that
-        only this client fails, and so does a client with a label or token out of range. At example
-        level the gradient of such an example counts as zero. Properties that the test examples
-        show are not taken from training examples.
+        Whether a run protects the examples' persons. Then one bad example does not make the whole
+        data set refused, and no message contains a value: a number that is not finite makes its
+        client's update not finite, so that only this client fails, and so does a client with a
+        label or token out of range. At example level the gradient of such an example counts as
+        zero. Such a test example is left out of metrics, or its client fails in an evaluation.
+        Properties that the test examples show are not taken from training examples.
     settings
         Settings of the data set itself; see `Files`.
 
@@ -127,7 +128,7 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
         data sets keep their dimensions (channels first), but for PIL's images, whose channels are
         last and are moved; arrays are laid out as in files.
     protected : bool
-        Whether a run protects the training examples; see `load`.
+        Whether a run protects the examples' persons; see `load`.
 
     Raises
     ------
@@ -177,6 +178,7 @@ def from_table(
     columns: str,
     types: str = "",
     normalize: bool = False,
+    protected: bool = False,
     name: str = "table",
 ) -> Dataset:
     """Data set of one or two tables: pandas data frames, or mappings of names to columns.
@@ -191,13 +193,16 @@ def from_table(
     normalize : bool
         Whether numbers without a declared range are normalised by mean and standard deviation of
         the training rows; a private run refuses that.
+    protected : bool
+        Whether the data set is for a private run: as there, a value that is not of its column's
+        type makes only its own example unusable; see `load`.
     name : str
         Name of the data set, also in error messages.
 
     Raises
     ------
     FedsimError
-        If a column is missing or has a value that is not of its type.
+        If a column is missing or, unless ``protected``, has a value that is not of its type.
 
     Examples
     --------
@@ -206,8 +211,8 @@ def from_table(
     torch.Size([4, 3])
     """
     tests = None if test is None else _table(test)
-    arrays = arrays_of_tables(_table(train), tests, columns, types, normalize, where=name)
-    return arrays.dataset(name)
+    arrays = arrays_of_tables(_table(train), tests, columns, types, normalize, protected, name)
+    return arrays.dataset(name, protected=protected)
 
 
 def _table(frame: Any) -> dict[str, Sequence[Any]]:

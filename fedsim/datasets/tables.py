@@ -11,10 +11,11 @@ import csv
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +60,9 @@ def read_table(path: Path, columns: str, types: str, normalize: bool, protected:
         `arrays_of_tables`.
     """
     if path.is_dir():
-        train, test = (read_csv(path / f"{split}.csv") for split in ("train", "test"))
+        train, test = (read_csv(path / f"{split}.csv", protected) for split in ("train", "test"))
     else:
-        train, test = read_csv(path), None
+        train, test = read_csv(path, protected), None
     return arrays_of_tables(train, test, columns, types, normalize, protected, str(path))
 
 
@@ -98,25 +99,26 @@ def arrays_of_tables(
         Whether numbers without a declared range are normalised by the mean and the standard
         deviation of the training examples.
     protected : bool
-        Whether an invalid training value makes its example unusable instead of raising an error.
+        Whether a run protects the rows. Then every type must be declared, since nothing is taken
+        from values. A value that is not of its column's type makes only its own example unusable,
+        and no message contains it. An example without a value in a further column has an empty
+        text there: it has no owner.
     where : str
         Name of the table in error messages.
 
     Raises
     ------
     FedsimError
-        If a column is missing, a value is not of its column's type, or a setting cannot be parsed.
+        If a column is missing, a setting cannot be parsed, or a value is not of its column's type;
+        with ``protected`` not for a value, but for a type that is not declared.
     """
-    roles = _Roles.parse(columns, train, where)
+    roles = _Roles.parse(columns, train, where, protected)
     declared = declared_types(types, roles.inputs, roles.target, where)
+    if protected:
+        _refuse_found(roles, declared, normalize, where)
     if test is None:
         train, test = _split_rows(train, where)
-    for name in roles.names:
-        if name not in test:
-            raise FedsimError(f"{where} has no column '{name}' among its test examples.")
-    for split, part in (("training", train), ("test", test)):
-        if not len(part[roles.target]):
-            raise FedsimError(f"{where} has no {split} examples; it must have some.")
+    roles.require_examples(train, test, where)
     kinds = {
         name: declared.get(name) or found_type(name, train[name], test[name], where)
         for name in (*roles.inputs, roles.target)
@@ -124,10 +126,10 @@ def arrays_of_tables(
     columns_of_target = (train[roles.target], test[roles.target])
     are_classes = roles.target not in declared and all(map(_are_whole, columns_of_target))
     reader = _Reader(roles, kinds, are_classes, where)
-    if are_classes and not protected:
+    if are_classes:
         reader.warn_of_amounts([*train[roles.target], *test[roles.target]])
     plain = {
-        ours: _plain_columns(train[name], test[name], name, where)
+        ours: _plain_columns(train[name], test[name], name, where, protected)
         for ours, name in roles.others.items()
     }
     arrays = reader.arrays(train, "training", protected)
@@ -143,7 +145,7 @@ def arrays_of_tables(
         reader.warn_of_large_scales(arrays["x"])
     target = kinds[roles.target]
     names = target.values if isinstance(target, CategoryType) else ()
-    tests = reader.arrays(test, "test", False)
+    tests = reader.arrays(test, "test", protected)
     tests |= {ours: column for ours, (_, column) in plain.items()}
     return Arrays(
         arrays,
@@ -157,6 +159,27 @@ def arrays_of_tables(
         ),
         class_names=names,
     )
+
+
+FOUND = {
+    "types": "data.types does not say what every column of {name} holds: in a private run that is "
+    "not taken from clients' data; it must be declared for each, as in "
+    "'age=0:100,sex=female|male'.",
+    "mean": "data.normalize = true takes mean and deviation from the training examples of {name}, "
+    "and in a private run nothing is taken from clients' data; it must be false, with a range "
+    "declared for each number, as in data.types = 'age=0:100'.",
+}
+"""Why a private run refuses a property that was found in a table of this name."""
+
+
+def _refuse_found(
+    roles: _Roles, declared: Mapping[str, NumberType | CategoryType], normalize: bool, where: str
+) -> None:
+    """Refuse, before looking at any value, what would be found in the rows of a private run."""
+    if not declared.keys() >= {*roles.inputs, roles.target}:
+        raise FedsimError(FOUND["types"].format(name=where))
+    if normalize and any(declared[name].free for name in roles.inputs):
+        raise FedsimError(FOUND["mean"].format(name=where))
 
 
 def inputs_of_table(table: Table, features: Sequence[str], where: str) -> npt.NDArray[Any]:
@@ -195,7 +218,7 @@ class _Roles:
         return (*self.inputs, self.target, *self.others.values())
 
     @classmethod
-    def parse(cls, columns: str, table: Table, where: str) -> _Roles:
+    def parse(cls, columns: str, table: Table, where: str, protected: bool) -> _Roles:
         pairs = [pair.partition("=") for pair in columns.split(",") if pair.strip()]
         named = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
         if "y" not in named or len(named) < len(pairs) or not all((*named, *named.values())):
@@ -215,13 +238,22 @@ class _Roles:
                 )
         for name in roles.names:
             if name not in table:
+                # Without a line of names a file begins with somebody's values.
+                known = "others" if protected else f"the columns {', '.join(map(str, table))}"
                 raise FedsimError(
-                    f"data.columns names '{name}', and {where} has the columns "
-                    f"{', '.join(map(str, table))}; it must be one of them."
+                    f"data.columns names '{name}', and {where} has {known}; it must be one of them."
                 )
         if not roles.inputs:
             raise FedsimError(f"{where} has no column left for inputs; it must have one.")
         return roles
+
+    def require_examples(self, train: Table, test: Table, where: str) -> None:
+        for name in self.names:
+            if name not in test:
+                raise FedsimError(f"{where} has no column '{name}' among its test examples.")
+        for split, part in (("training", train), ("test", test)):
+            if not len(part[self.target]):
+                raise FedsimError(f"{where} has no {split} examples; it must have some.")
 
 
 @dataclass(frozen=True)
@@ -311,34 +343,57 @@ def _are_whole(values: Column) -> bool:
     return all(number(value).is_integer() for value in values)
 
 
-def _plain_columns(train: Column, test: Column, name: str, where: str) -> list[npt.NDArray[Any]]:
+def _plain_columns(
+    train: Column, test: Column, name: str, where: str, protected: bool
+) -> list[npt.NDArray[Any]]:
     """Both parts of a column as integers, if all their values are integers; otherwise as texts.
+
+    With ``protected`` a missing value is an empty text, and all spellings of a number are one.
 
     Raises
     ------
     FedsimError
-        If a value is missing (all such rows would be one owner's), or if one number is written in
-        two ways (which may or may not mean the same owner).
+        Unless ``protected``, if a value is missing (all such rows would be one owner's), or if one
+        number is written in two ways (which may or may not mean the same owner).
     """
-    for split, column in (("training", train), ("test", test)):
-        for row, value in enumerate(column):
-            if is_missing(value) and not (isinstance(value, str) and value.strip()):
-                raise FedsimError(
-                    f"{where} has no value in column '{name}' of its {split} example {row + 1}; "
-                    "fill it in, or leave out the row."
-                )
-    texts = [np.array([str(value).strip() for value in column]) for column in (train, test)]
+    texts = [
+        _texts(column, f"in column '{name}' of its {split} example", where, protected)
+        for split, column in (("training", train), ("test", test))
+    ]
+    distinct = dict.fromkeys(chain(*texts))
+    if protected:
+        one_spelling = {text: _one_spelling(text) for text in distinct}
+        texts = [[one_spelling[text] for text in part] for part in texts]
+    else:
+        _require_one_spelling(distinct, name, where)
+    try:
+        return [np.fromiter(map(int, part), np.int64, len(part)) for part in texts]
+    except (ValueError, OverflowError):
+        # Not arrays of fixed width, in which the longest text would determine every row's memory.
+        return [np.array(part, dtype=object) for part in texts]
+
+
+def _texts(column: Column, place: str, where: str, protected: bool) -> list[str]:
+    """The values as texts; empty for missing ones, which are refused unless ``protected``."""
+    texts = []
+    for row, value in enumerate(column):
+        is_text = isinstance(value, str) and bool(value.strip())
+        if is_missing(value) and not is_text and not protected:
+            raise FedsimError(
+                f"{where} has no value {place} {row + 1}; fill it in, or leave out the row."
+            )
+        texts.append("" if is_missing(value) and not is_text else str(value).strip())
+    return texts
+
+
+def _require_one_spelling(texts: Iterable[str], name: str, where: str) -> None:
     written: dict[float | str, str] = {}
-    for text in np.unique(np.concatenate(texts)).tolist():
+    for text in sorted(texts):
         if (other := written.setdefault(_number_or_text(text), text)) != text:
             raise FedsimError(
                 f"{where} has '{other}' and '{text}' in column '{name}', which are one number; "
                 "each must be written in one way."
             )
-    try:
-        return [column.astype(np.int64) for column in texts]
-    except (ValueError, OverflowError):
-        return texts
 
 
 def _number_or_text(text: str) -> float | str:
@@ -347,7 +402,13 @@ def _number_or_text(text: str) -> float | str:
         return int(text)
     except ValueError:
         value = number(text)
-        return text if math.isnan(value) else value
+        return value if math.isfinite(value) else text
+
+
+def _one_spelling(text: str) -> str:
+    """The text, or the shortest spelling of the number that it spells: 7 for 007 and 7.0."""
+    value = _number_or_text(text)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
@@ -364,32 +425,74 @@ def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
     return parts[0], parts[1]
 
 
-def read_csv(path: Path) -> dict[str, list[str]]:
-    """Columns of a CSV file by name, as strings."""
+def read_csv(path: Path, protected: bool = False) -> dict[str, list[str]]:
+    """Columns of a CSV file by name, as strings.
+
+    With ``protected`` no row is refused: one that does not have a value for each column is a row of
+    empty values, bytes that are not UTF-8 are replaced, and if a quotation mark is misplaced, each
+    line is a row.
+    """
+    errors = "replace" if protected else "strict"
     try:
-        with open(path, encoding="utf-8-sig", newline="", opener=regular_files.opener) as file:
+        with open(
+            path, encoding="utf-8-sig", errors=errors, newline="", opener=regular_files.opener
+        ) as file:
             header = file.readline()
             separator = max(",;\t", key=header.count)
             names = [name.strip() for name in next(csv.reader([header], delimiter=separator), [])]
             if not all(names) or len(set(names)) < len(names) or not names:
+                start = "has none" if protected else f"begins with '{header.strip()[:80]}'"
                 raise FedsimError(
-                    f"{path} begins with '{header.strip()[:80]}'; its first line must name the "
-                    "columns, each by a different name (in pandas, to_csv(index=False))."
+                    f"{path} {start}; its first line must name the columns, each by a different "
+                    "name (in pandas, to_csv(index=False))."
                 )
-            rows = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
-            columns: list[list[str]] = [[] for _ in names]
-            known: dict[str, str] = {}  # interns equal strings, to save memory
-            for row in filter(None, rows):  # an empty line is no row
-                if len(row) != len(names):
-                    raise FedsimError(
-                        f"{path} has {len(row)} values in line {rows.line_num + 1}; there must be "
-                        f"one for each of its {len(names)} columns."
-                    )
-                for column, value in zip(columns, row, strict=True):
-                    column.append(known.setdefault(value, value))
+            columns = _columns(file, separator, len(names), path, protected)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FedsimError(
             f"{path} could not be read ({error}); it must be a table in UTF-8 whose first line "
             "names the columns."
         ) from None
     return dict(zip(names, columns, strict=True))
+
+
+def _columns(
+    file: TextIO, separator: str, count: int, path: Path, protected: bool
+) -> list[list[str]]:
+    """Values of ``count`` columns, from the file's next line on."""
+    columns: list[list[str]] = [[] for _ in range(count)]
+    known: dict[str, str] = {}  # interns equal strings, to save memory
+    first = file.tell()
+    rows = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
+    try:
+        for row in filter(None, rows):  # an empty line is no row
+            if len(row) != count and not protected:
+                raise FedsimError(
+                    f"{path} has {len(row)} values in line {rows.line_num + 1}; there must be one "
+                    f"for each of its {count} columns."
+                )
+            _append(row, columns, known)
+    except csv.Error:
+        if not protected:
+            raise
+        file.seek(first)
+        columns = [[] for _ in range(count)]
+        for row in _lines(file, separator):
+            _append(row, columns, known)
+    return columns
+
+
+def _append(row: Sequence[str], columns: Sequence[list[str]], known: dict[str, str]) -> None:
+    """Append a row to the columns; one of another length has no values."""
+    values = row if len(row) == len(columns) else [""] * len(columns)
+    for column, value in zip(columns, values, strict=True):
+        column.append(known.setdefault(value, value))
+
+
+def _lines(file: TextIO, separator: str) -> Iterator[list[str]]:
+    """Values of each line that is not empty; none for a line that cannot be split."""
+    for line in file:
+        if line.strip("\r\n"):
+            try:
+                yield next(csv.reader([line], delimiter=separator, skipinitialspace=True))
+            except csv.Error:
+                yield []

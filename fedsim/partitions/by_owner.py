@@ -22,9 +22,10 @@ _log = logging.getLogger("fedsim")
 class ByOwner(Partition):
     """Client k has the examples of the k-th owner, owners in increasing order.
 
-    Owners are numbers or strings, one per example. The owners of training examples are the
-    clients; if there are fewer than ``clients``, the last clients have no examples. A test example
-    goes to its owner's client, and to no client if its owner has no training examples.
+    Owners are numbers or strings, one per example; strings that spell integers are in the order of
+    these, before all others. The owners of training examples are the clients; if there are fewer
+    than ``clients``, the last clients have no examples. A test example goes to its owner's client,
+    and to no client if its owner has no training examples.
 
     Parameters
     ----------
@@ -48,14 +49,16 @@ class ByOwner(Partition):
         Raises
         ------
         FedsimError
-            If there are more owners than clients, or an owner is NaN or infinite.
+            If there are more owners than clients, or an example has none.
         """
-        owners = np.unique(columns[self.column])
-        if owners.dtype.kind == "f" and not np.isfinite(owners).all():
+        if not have_owners(columns[self.column]).all():
             raise FedsimError(
-                f"the column {self.column} holds NaN or infinite numbers; each example must have "
-                "an owner, a number or a string."
+                f"the column {self.column} holds NaN, infinite numbers or empty strings; each "
+                "example must have an owner, a number or a string."
             )
+        owners = np.unique(columns[self.column])
+        if _is_text(owners):  # whose place thus does not depend on what other owners are called
+            owners = np.array(sorted(owners.tolist(), key=_order), dtype=owners.dtype)
         if len(owners) > self.clients:
             raise FedsimError(
                 f"partition.clients is {self.clients}, but the training examples have "
@@ -99,15 +102,38 @@ class ByOwner(Partition):
         self, owners: npt.NDArray[Any], column: npt.NDArray[Any]
     ) -> list[Indices]:
         """Positions of each owner in ``column``; empty for clients beyond the owners."""
-        if (owners.dtype.kind in "US") != (column.dtype.kind in "US"):
+        if _is_text(owners) != _is_text(column):
             raise FedsimError(
                 f"the column {self.column} is {owners.dtype} for training examples but "
                 f"{column.dtype} for test examples; it must be numbers in both, or strings in both."
             )
         # searchsorted also gives unknown owners a position (len(owners) after the last): keep
         # only examples whose owner is really the one at that position.
-        client = np.searchsorted(owners, column)
-        known = np.flatnonzero(owners[np.minimum(client, len(owners) - 1)] == column)
+        sorter = np.argsort(owners)
+        place = np.searchsorted(owners, column, sorter=sorter)
+        client = sorter[np.minimum(place, len(owners) - 1)]
+        known = np.flatnonzero(owners[client] == column)
         order = known[np.argsort(client[known], kind="stable")]
         sizes = np.bincount(client[known], minlength=self.clients)
         return np.split(order.astype(np.int64), np.cumsum(sizes)[:-1])
+
+
+def have_owners(column: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which examples ``[N]`` have an owner: a finite number, or a string that is not empty."""
+    if column.dtype.kind == "f":
+        return np.asarray(np.isfinite(column))
+    if _is_text(column):
+        return np.asarray(column != (b"" if column.dtype.kind == "S" else ""), dtype=np.bool_)
+    return np.ones(len(column), dtype=np.bool_)
+
+
+def _is_text(owners: npt.NDArray[Any]) -> bool:
+    return owners.dtype.kind in "USO"
+
+
+def _order(owner: str | bytes) -> tuple[bool, int, str | bytes]:
+    """Sort key: integers in their order, then all other texts in theirs."""
+    try:
+        return False, int(owner), owner
+    except ValueError:
+        return True, 0, owner

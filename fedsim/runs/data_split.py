@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedsim import datasets, partitions
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
-from fedsim.datasets.checks import UNUSABLE
+from fedsim.datasets.checks import UNUSABLE, not_finite
+from fedsim.datasets.tables import FOUND
 from fedsim.errors import FedsimError
 from fedsim.partitions import Indices, Partition
+from fedsim.partitions.by_owner import have_owners
 from fedsim.privacy.plan import of_user
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
@@ -138,8 +141,10 @@ def client_data(dataset: Dataset, split: Split, parts: list[Indices]) -> ClientD
 
 
 def all_test_examples(dataset: Dataset) -> ClientData:
-    """All of a data set's test examples, assigned to one client."""
-    return client_data(dataset, dataset.test, [np.arange(len(dataset.test), dtype=np.int64)])
+    """All of a data set's test examples that can be used, assigned to one client."""
+    test = dataset.test
+    unusable = test.columns.get(UNUSABLE, np.zeros(len(test), dtype=np.bool_))
+    return client_data(dataset, test, [np.flatnonzero(~unusable)])
 
 
 def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
@@ -166,8 +171,8 @@ def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
     return replace(declared, feature_names=features, class_names=classes)
 
 
-def load_dataset(config: RunConfig) -> Dataset:
-    """Load the data set that a config names."""
+def load_dataset(config: RunConfig, *, protected: bool | None = None) -> Dataset:
+    """Load the data set that a config names; ``protected`` is whether the run protects it."""
     data = config.data
     return datasets.load(
         data.name,
@@ -176,7 +181,7 @@ def load_dataset(config: RunConfig) -> Dataset:
         normalize=data.normalize,
         train=data.train,
         test=data.test,
-        protected=config.protects,
+        protected=config.protects if protected is None else protected,
         **data.settings_by_key,
     )
 
@@ -197,6 +202,13 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
         training, held_out = partitions.hold_out(
             config.data.validation, len(train), owners, seed=config.seed
         )
+    if private:
+        # An example without an owner is no client's; one that cannot be used would not measure
+        # anything. Neither is refused: that would depend on protected data.
+        if owners is not None and isinstance(partition, partitions.ByOwner):
+            owned = have_owners(owners)
+            training, held_out = training[owned[training]], held_out[owned[held_out]]
+        held_out = held_out[_usable(train, held_out)]
     targets = train.y.cpu().numpy()[training]
     columns = {name: column[training] for name, column in train.columns.items()}
     parts = [training[indices] for indices in partition.indices(targets, columns)]
@@ -209,10 +221,19 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
         partition.require_every_client_an_owner(columns)
     if config.partition.max_examples:
         parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
-    # Examples without a usable label are left out of validation.
-    held_out = held_out[~train.columns.get(UNUSABLE, np.zeros(len(train), np.bool_))[held_out]]
     tests = partition.test_indices(columns, test.columns)
     return RunData(dataset, parts, held_out, tests, of_clients)
+
+
+def _usable(train: Split, rows: Indices) -> npt.NDArray[np.bool_]:
+    """Which of these training examples have a usable label, and numbers that are all finite."""
+    split = train[torch.from_numpy(rows)]
+    mask = None if split.mask is None else split.mask.cpu().numpy()
+    unusable = split.columns.get(UNUSABLE, np.zeros(len(rows), dtype=np.bool_))
+    x, y = (
+        not_finite(values.cpu().numpy(), own) for values, own in ((split.x, None), (split.y, mask))
+    )
+    return ~(unusable | x | y)
 
 
 def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tuple[str, ...]:
@@ -258,7 +279,7 @@ def refuse_properties_of_protected_data(dataset: Dataset, partition: Partition) 
         if split == "test" and not column:
             continue
         if key in ("mean", "types"):
-            raise FedsimError(_FOUND_IN_TABLES[key].format(name=dataset.name))
+            raise FedsimError(FOUND[key].format(name=dataset.name))
         noun = "classes" if key == "classes" else "tokens"
         reason = {
             "train": f"{dataset.name} has no test examples that tell how many {noun} there are",
@@ -269,16 +290,6 @@ def refuse_properties_of_protected_data(dataset: Dataset, partition: Partition) 
             f"data.{key} is not set, and {reason}: in a private run their number is not taken from "
             f"clients' data; it must be declared, as data.{key} or by the file itself."
         )
-
-
-_FOUND_IN_TABLES = {
-    "types": "data.types does not say what every column of {name} holds: in a private run that is "
-    "not taken from clients' data; it must be declared for each, as in "
-    "'age=0:100,sex=female|male'.",
-    "mean": "data.normalize = true takes mean and deviation from the training examples of {name}, "
-    "and in a private run nothing is taken from clients' data; it must be false, with a range "
-    "declared for each number, as in data.types = 'age=0:100'.",
-}
 
 
 def _owner_columns(partition: Partition, dataset: Dataset) -> list[str]:
@@ -293,6 +304,9 @@ def _clients_own_test_examples(dataset: Dataset, columns: Sequence[str]) -> str:
     """First of these columns in which test and training examples share an owner; else ""."""
     for name in columns:
         train, test = (split.columns.get(name) for split in (dataset.train, dataset.test))
-        if train is not None and test is not None and np.isin(test, train).any():
+        if train is None or test is None:
+            continue
+        owners = (set(column[have_owners(column)].tolist()) for column in (train, test))
+        if set.intersection(*owners):
             return name
     return ""

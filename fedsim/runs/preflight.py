@@ -13,6 +13,7 @@ from fedsim import extras, regular_files
 from fedsim.clients.base import Dense, Step
 from fedsim.clients.proximal import Proximal, server_numbers
 from fedsim.config import RunConfig
+from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.mechanisms import Releaser
@@ -101,10 +102,24 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
     if config.client.private and config.engine.name != "deployment":  # there nodes have the data
         smallest = min(resolved.data.sizes, default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
+    sentences += _left_out(resolved)
     sentences += _certain_metrics(resolved)
     sentences += _second_softmax(resolved)
     sentences += _parameters_of_loss(resolved)
     return [sentence for sentence in sentences if sentence]
+
+
+def _left_out(resolved: Resolved) -> Iterator[str]:
+    """Warning about public test examples of a private run that cannot be used."""
+    config, data = resolved.config, resolved.data
+    unusable = data.dataset.test.columns.get(UNUSABLE)
+    # What is wrong with clients' own test examples is theirs: a warning would depend on it.
+    if config.evaluate.every and "test" not in data.of_clients and unusable is not None:
+        yield (
+            f"Warning: {unusable.sum():,} of {len(unusable):,} test examples are left out of "
+            "metrics: they have a label or token outside the declared range (data.classes, "
+            "data.vocabulary), or numbers that are not finite."
+        )
 
 
 def _certain_metrics(resolved: Resolved) -> Iterator[str]:

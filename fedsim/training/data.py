@@ -39,8 +39,9 @@ class ClientData:
         Which targets count. Those that do not are gathered as `fedsim.tasks.IGNORED` (classes) or
         NaN (numbers).
     unusable : bool array ``[N]``, or None
-        Examples with an invalid label or token, which has been replaced. A client that has one
-        fails; with example-level privacy such examples' gradients count as zero.
+        Examples with an invalid label or token, which has been replaced, and test examples with
+        numbers that are not finite. A client that has one fails; with example-level privacy such
+        examples' gradients count as zero.
 
     Raises
     ------
@@ -100,7 +101,8 @@ class ClientData:
             if self.unusable[self.indices[client]].any():
                 raise FedsimError(
                     f"client {client} has an example with a label or token outside the declared "
-                    "range (data.classes, data.vocabulary; undeclared, that of the test examples)."
+                    "range (data.classes, data.vocabulary; undeclared, that of the test examples), "
+                    "or a test example with numbers that are not finite."
                 )
 
     def inputs(self, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -486,7 +486,9 @@ def test_amounts_that_are_taken_for_classes_are_warned_of(tmp_path, caplog):
     assert not warned(costs, types="a=0:1,y=number")
     assert not warned([i % 100 for i in range(200)])  # many classes, and each has examples
     assert not warned([0, 7, 9, 7, 0, 9])
-    assert not warned(costs, protected=True)  # no log line depends on protected examples
+    with pytest.raises(FedsimError, match=r"data\.types does not say what every column"):
+        warned(costs, protected=True)
+    assert not caplog.text  # no log line depends on protected examples
 
 
 def test_owners_are_read_alike_for_training_and_testing():

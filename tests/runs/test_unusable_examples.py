@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import sys
 from collections.abc import Iterator
@@ -242,3 +243,57 @@ def test_without_public_test_examples_sizes_must_be_declared_whatever_the_data_h
             fedsim.run(config(**CLIENT_LEVEL))
         sentences.add(str(refused.value))
     assert len(sentences) == 1
+
+
+HEADER = ["age", "sex", "hours", "hospital", "income"]
+TABLE = {
+    "data.name": "people", "data.columns": "y=income,owner=hospital",
+    "data.types": "age=0:100,sex=f|m,hours=number,income=low|high", "client.batch-size": 2,
+    "evaluate.every": 0, "partition.clients": 5,
+}  # fmt: skip
+SHOWN = {"evaluate.every": 1, "evaluate.unprotected": True}
+PLACE = {"train": 9, "test": 8}
+
+
+def write_people(split: str = "", **changes: str) -> None:
+    """A folder of two tables, of which a row of client 4, owner 10, has other values in one."""
+    Path("people").mkdir(exist_ok=True)
+    for part, count in (("train", 40), ("test", 10)):
+        rows = [
+            [str(20 + k), "fm"[k % 2], f"{k}.5", str([1, 2, 3, 9, 10][k // 2 % 5]), "low"]
+            for k in range(count)
+        ]
+        for name, value in changes.items() if part == split else ():
+            rows[PLACE[part]][HEADER.index(name)] = value
+        with open(f"people/{part}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([HEADER, *rows])
+
+
+def everything_left_behind(out: Path) -> str:
+    return "".join(f.read_text(errors="replace") for f in out.rglob("*") if f.is_file())
+
+
+@pytest.mark.spanning
+@pytest.mark.parametrize("level", [CLIENT_LEVEL, EXAMPLE_LEVEL])
+@pytest.mark.parametrize("shown", [{}, SHOWN, SHOWN | {"data.validation": 0.2}])
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"age": "SECRET"}, {"sex": "SECRET"}, {"hours": "1e99"}, {"income": "SECRET"},
+        {"hospital": ""}, {"hospital": "010"}, {"age": 'SECRET\n,"'}, {"age": "inf"},
+    ],
+)  # fmt: skip
+def test_a_persons_row_of_a_table_ends_no_private_run_and_is_never_shown(
+    changes: dict[str, str],
+    split: str,
+    shown: dict[str, object],
+    level: dict[str, object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_people(split, **changes)
+    result = fedsim.run(config(**{**TABLE, **level, **shown}), out="out")
+    assert (result.ended, result.metrics[-1]["round"]) == ("finished", 2)
+    assert "SECRET" not in caplog.text + everything_left_behind(Path("out"))
+    measured = {k: v for row in result.metrics for k, v in row.items() if k.endswith("-loss")}
+    assert all(np.isfinite(list(measured.values())))
