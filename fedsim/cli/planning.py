@@ -284,9 +284,13 @@ def stats(
     from fedsim.privacy.durable import replace as write
     from fedsim.reports.plots import save
     from fedsim.reports.statistics import draw
-    from fedsim.runs.data_split import resolve_data
     from fedsim.runs.runner import run
-    from fedsim.runs.statistics import StatisticsPlan, StatisticsRequest
+    from fedsim.runs.statistics import (
+        StatisticsPlan,
+        StatisticsRequest,
+        private_dataset,
+        refuse_spent_budget,
+    )
 
     request = StatisticsRequest(
         target_epsilon=epsilon,
@@ -297,10 +301,12 @@ def stats(
         inputs=_range("--inputs", inputs),
         targets=_range("--targets", targets),
     )
-    dataset = resolve_data(settings.replace(**{"engine.device": "cpu"})).dataset
-    plan = StatisticsPlan.of(settings, request, dataset)
+    plan = StatisticsPlan.of(settings, request, private_dataset(settings, request))
     directory = out or Path("runs") / settings.name
+    refuse_spent_budget(plan.config, directory)
     result = run(plan.config, out=directory, overwrite=overwrite)
+    if result.ended != "finished":
+        raise FedsimError(f"no statistics were released. {result.why}")
     statistics = plan.result_of(result)
     console = Output()
     console.print(_statistics_table(statistics))

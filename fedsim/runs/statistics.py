@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +22,11 @@ from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Floats, Moments
 from fedsim.models.statistics import Statistics
+from fedsim.privacy import Budget, Entry, Ledger
+from fedsim.privacy.durable import archived
 from fedsim.rows import Layout
+from fedsim.runs.data_split import resolve_data
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import release_plan
 from fedsim.runs.metrics import finite_json
 from fedsim.runs.record import RunResult
@@ -157,6 +162,40 @@ class StatisticsPlan:
             mean = float(run.metrics[-1][side.name])
             reader.estimates.append(Estimate("examples of a client", mean, error))
         return StatisticsResult(reader.estimates, reader.histograms, clients)
+
+
+def private_dataset(config: RunConfig, request: StatisticsRequest) -> Dataset:
+    """A config's data set, read as by the private run that releases its statistics.
+
+    The config itself need not be private: nobody's examples may end the command, or be shown by it.
+
+    Raises
+    ------
+    FedsimError
+        As `resolve_data` does for a private run, or if the request does not set one cost.
+    """
+    private = _config(config, request, Statistics(), None, 1.0)
+    return resolve_data(private.replace(**{"engine.device": "cpu"})).dataset
+
+
+def refuse_spent_budget(config: RunConfig, directory: Path) -> None:
+    """Refuse a budget that earlier releases in a run's directory have spent, before it is replaced.
+
+    Raises
+    ------
+    FedsimError
+        If ``noise.max-epsilon`` does not allow one more release.
+    """
+    ledger, limit = RunDirectory(directory).ledger, config.noise.max_epsilon
+    if limit is None or not (ledger.is_file() or archived(ledger)):
+        return
+    release = Entry(event=release_plan(config).charge(1))
+    budget = Budget(limit, config.noise.delta, "noise.max-epsilon")
+    if Ledger.read(ledger).would_exceed(release, budget=budget):
+        raise FedsimError(
+            f"{budget.message(release, ledger)}, where earlier releases count; nothing is released "
+            "or written."
+        )
 
 
 def _has_classes(request: StatisticsRequest, dataset: Dataset) -> bool:

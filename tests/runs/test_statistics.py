@@ -218,3 +218,84 @@ def test_statistics_of_a_table_have_the_names_of_its_columns_and_categories() ->
     for name, column in (("age scaled from 0:100", 0), ("sex=f", 1), ("sex=m", 2)):
         assert found[f"{name}: mean"] == pytest.approx(train[:, column].mean(), abs=0.01)
     assert found["class well: share"] == pytest.approx(0.25, abs=0.01)
+
+
+PEOPLE = 40
+DECLARED = """
+[data]
+name = "people.csv"
+columns = "y=income,owner=hospital"
+types = "age=0:100,sex=f|m,income=low|high"
+[partition]
+name = "by-owner"
+clients = 4
+[cohort]
+name = "full"
+"""
+
+
+BUDGET = """
+[mechanism]
+name = "clipping"
+[noise]
+multiplier = 1.0
+max-epsilon = 1.2
+"""
+
+
+def write_people(**changes: str) -> None:
+    """A table, with other values in the tenth row, which is a training example, and its successor,
+    which is none."""
+    rows = [
+        {"age": str(20 + k), "sex": "fm"[k % 2], "hospital": "abcd"[k % 4], "income": "low"}
+        for k in range(PEOPLE)
+    ]
+    rows[8] |= changes
+    rows[9] |= changes
+    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+    Path("people.csv").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sex": "SECRET"}, {"age": "SECRET"}, {"income": "SECRET"}, {"hospital": ""}],
+)
+def test_nobodys_rows_end_the_command_before_a_private_run_or_are_shown_by_it(
+    changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_people(**changes)
+    Path("c.toml").write_text(DECLARED)  # without noise or a mechanism
+    query = ["--epsilon", "1", "--inputs", "0,1", "--out", "out"]
+    made = CliRunner().invoke(app, ["stats", "c.toml", *query])
+    assert made.exit_code == 0, made.output
+    assert "SECRET" not in made.output
+    assert not any(
+        b"SECRET" in file.read_bytes() for file in Path("out").rglob("*") if file.is_file()
+    )
+
+
+def test_what_the_statistics_run_would_find_in_a_table_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_people(age="SECRET")
+    Path("c.toml").write_text(DECLARED.replace("age=0:100,", ""))
+    made = CliRunner().invoke(app, ["stats", "c.toml", "--epsilon", "1", "--inputs", "0,1"])
+    assert "data.types does not say what every column" in str(made.exception)
+    assert "SECRET" not in made.output + caplog.text
+
+
+def test_a_spent_budget_releases_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_people()
+    Path("c.toml").write_text(DECLARED + BUDGET)
+    query = ["stats", "c.toml", "--epsilon", "1", "--inputs", "0,1", "--out", "out"]
+    assert CliRunner().invoke(app, query).exit_code == 0
+    before = {file: file.read_bytes() for file in Path("out").rglob("*") if file.is_file()}
+    again = CliRunner().invoke(app, [*query, "--overwrite"])
+    assert isinstance(again.exception, FedsimError)
+    assert "would exceed noise.max-epsilon = 1.2" in str(again.exception)
+    assert {f: f.read_bytes() for f in Path("out").rglob("*") if f.is_file()} == before
