@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
 from fedsim.config.release_keys import path_keys
 from fedsim.datasets import Dataset, dataset_of
+from fedsim.datasets.files import data_files
 from fedsim.datasets.load import inputs_of, kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights
@@ -300,17 +302,19 @@ class SavedRun:
         ----------
         data : str, path, or what ``data=`` of a run may be
             Data set whose test examples are used: its name, its path or an object; the run's own
-            if empty.
+            if empty. Examples of a private run's clients are measured only if it has
+            ``evaluate.unprotected``, under whatever name of the run's own data or its files they
+            are asked for; a copy of them is the user's own act.
 
         Raises
         ------
         FedsimError
-            If there is no such data set, its examples do not fit the model, or the run's own data
-            set was a Python object.
+            If there is no such data set, its examples do not fit the model, the run's own data set
+            was a Python object, or metrics of clients' examples may not be shown.
         """
         self._require_whole()
         data = fspath(data) if isinstance(data, PathLike) else data
-        is_own = isinstance(data, str) and not data
+        is_own = isinstance(data, str) and (not data or self._is_own(data))
         dataset = self._own_dataset() if is_own else self._other_dataset(data)
         # Inputs must be normalised as in this model's training.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
@@ -318,6 +322,31 @@ class SavedRun:
         trainer = trainer_of(self._config, self.trained, examples, device=device)
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
+
+    def _is_own(self, data: str) -> bool:
+        """Whether a name or path is that of a private run's own data set.
+
+        Raises
+        ------
+        FedsimError
+            If it has some of that data set's files, and metrics of them may not be shown.
+        """
+        config = self.config
+        if not config.protects or "data" in self.record.objects:
+            return False
+        own_files, files = (
+            data_files(name, Path(config.data.dir or "data")) if kind_of(name) == "files" else set()
+            for name in (config.data.name, data)
+        )
+        if data == config.data.name or (files and files == own_files):
+            return True
+        if files & own_files and not config.evaluate.unprotected:
+            raise FedsimError(
+                f"{data} has files of {config.data.name}, the run's own data, and metrics of "
+                "clients' examples have no noise: of a private run they are measured only if it "
+                "has evaluate.unprotected = true; name other examples by --data."
+            )
+        return False
 
     def _own_dataset(self) -> Dataset:
         """The run's data set; refused if metrics of its test examples may not be shown."""
@@ -349,6 +378,7 @@ class SavedRun:
         return dataset
 
     def _named_dataset(self, data: str) -> Dataset:
+        """Others' examples, which the run does not protect."""
         own_dataset = self._dataset
         defaults = RunConfig().to_run_config()
         settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
@@ -362,7 +392,7 @@ class SavedRun:
             settings["data.vocabulary"] = own_dataset.vocabulary
             if own_dataset.feature_names:  # a table, normalised as this model was trained
                 settings["data.normalize"] = self.config.data.normalize
-        return load_dataset(self.config.replace(**settings))
+        return load_dataset(self.config.replace(**settings), protected=False)
 
     @cached_property
     def _config(self) -> RunConfig:

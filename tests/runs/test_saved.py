@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedsim.datasets import Dataset
 from fedsim.datasets import load as load_data
 from fedsim.errors import FedsimError
 from fedsim.runs.export import export, publish
+from fedsim.runs.saved import SavedRun
 
 SMALL = {"rounds": 3, "partition.clients": 20, "client.lr": 0.5}
 PRIVATE = SMALL | {"mechanism.name": "clipping", "noise.multiplier": 1.0}
@@ -174,7 +176,7 @@ def test_others_examples_need_neither_owners_nor_every_class(of_owners, tmp_path
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"classes": 4}, "label 3 in y_test; labels must be below 3"),
+        ({"classes": 4}, "label 3 in y_train; labels must be below 3"),
         (
             {"x_train": np.ones((60, 4), np.int64), "x_test": np.ones((30, 4), np.int64)},
             "examples of dtype int64; this model takes float32",
@@ -195,18 +197,51 @@ def test_others_examples_that_do_not_fit_are_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_clients_own_test_examples_of_a_private_run_are_not_measured(tmp_path: Path) -> None:
-    features(tmp_path / "own.npz")
-    changes = {"partition.name": "by-owner", "partition.clients": 3, "evaluate.every": 0}
-    config = RunConfig.of(
-        [f"data.name={tmp_path / 'own.npz'}", "data.classes=3", "rounds=1"]
-        + [f"{key}={value}" for key, value in changes.items()]
-        + ["mechanism.name=clipping", "noise.multiplier=1"]
-    )
-    fedsim.run(config, out=tmp_path / "run")
-    with pytest.raises(FedsimError, match="are clients' own, and metrics of them have no noise"):
-        fedsim.load(tmp_path / "run").evaluate()
-    assert fedsim.load(tmp_path / "run").evaluate(str(tmp_path / "own.npz"))
+def run_of_owners(data: Path, out: Path, **changes: object) -> SavedRun:
+    """A private run whose test examples are its clients' own."""
+    settings = {
+        "partition.name": "by-owner", "partition.clients": 3, "evaluate.every": 0, "rounds": 1,
+        "mechanism.name": "clipping", "noise.multiplier": 1.0, "data.name": str(data),
+        "data.classes": 3, **changes,
+    }  # fmt: skip
+    fedsim.run(RunConfig().replace(**settings), out=out)
+    return fedsim.load(out)
+
+
+def test_clients_own_test_examples_of_a_private_run_are_not_measured_under_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = features(tmp_path / "own.npz")
+    saved = run_of_owners(own, tmp_path / "run")
+    (tmp_path / "link.npz").symlink_to(own)
+    (tmp_path / "second.npz").hardlink_to(own)
+    monkeypatch.chdir(tmp_path)
+    for name in ("", str(own), "own.npz", "./own.npz", "link.npz", "second.npz", Path("own.npz")):
+        with pytest.raises(FedsimError, match="are clients' own, and metrics of them have no"):
+            saved.evaluate(name)
+    shutil.copy(own, "copy.npz")  # which is the user's own act
+    shown = saved.evaluate("copy.npz")
+    open_run = run_of_owners(own, tmp_path / "open", **{"evaluate.unprotected": True})
+    assert open_run.evaluate("own.npz") == open_run.evaluate() == open_run.evaluate("copy.npz")
+    assert shown.keys() == open_run.evaluate().keys()
+    unbound = {"mechanism.name": "none", "noise.multiplier": 0.0}
+    assert run_of_owners(own, tmp_path / "bare", **unbound).evaluate("link.npz")
+
+
+def test_a_part_of_a_private_runs_own_files_is_not_measured_either(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    people = {k: v.tolist() for k, v in np.load(features(tmp_path / "own.npz")).items()}
+    for split, owners in (("train", "abc"), ("test", "xyz")):  # the test rows are nobody's
+        rows = zip(people[f"x_{split}"], people[f"y_{split}"], strict=True)
+        lines = [",".join(map(str, [*x, y, owners[y]])) for x, y in rows]
+        (folder / f"{split}.csv").write_text("\n".join(["a,b,c,d,y,who", *lines]) + "\n")
+    table = {"data.columns": "y=y,owner=who", "data.classes": 0}
+    types = {"data.types": "y=0|1|2," + ",".join(f"{c}=-9:9" for c in "abcd")}
+    saved = run_of_owners(folder, tmp_path / "run", **table, **types)
+    assert saved.evaluate() == saved.evaluate(folder)
+    with pytest.raises(FedsimError, match=r"train\.csv has files of .*, the run's own data"):
+        saved.evaluate(folder / "train.csv")
 
 
 def test_a_model_of_which_clients_keep_a_part_is_not_used_as_a_whole(tmp_path: Path) -> None:
