@@ -35,7 +35,7 @@ def hooked() -> nn.Module:
     ("objects", "sentence"),
     [
         ({"model": "mlp"}, r"model is 'mlp'; it must be an object of torch\.nn.*Module"),
-        ({"model": nn.Linear}, r"model is <class"),
+        ({"model": nn.Linear}, r"model is the class"),
         ({"model": nn.LazyLinear(10)}, r"the model has lazy layers"),
         ({"model": nn.Linear(64, 10, dtype=torch.complex64)}, r"the model's weight is complex"),
         ({"model": nn.Linear(64, 3)}, r"the model has 3 outputs, and the data have 10 classes"),
