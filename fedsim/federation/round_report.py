@@ -25,7 +25,8 @@ _ADVICE: Mapping[Reason, str] = {
     "budget": "client.noise.max-epsilon allows them no further round",
     "timeout": "engine.timeout may be too short",
     "malformed": "the clients may run another app, or train another model",
-    "non-finite": "client.lr, server.lr or another learning rate may be too high",
+    "non-finite": "the loss may not be finite where clients start (0/0, or inputs that are too "
+    "large), or client.lr, server.lr or another learning rate may be too high",
 }
 
 
@@ -263,8 +264,8 @@ def describe_reasons(reasons: Mapping[Reason, int], *, advise: bool = False) -> 
 
     Examples
     --------
-    >>> describe_reasons({"raised": 1, "non-finite": 20, "missing": 0}, advise=True)
-    'non-finite 20, raised 1; client.lr, server.lr or another learning rate may be too high'
+    >>> describe_reasons({"timeout": 20, "raised": 1, "missing": 0}, advise=True)
+    'timeout 20, raised 1; engine.timeout may be too short'
     """
     ranked: Iterable[tuple[Reason, int]] = sorted(reasons.items(), key=lambda item: -item[1])
     present = [(reason, count) for reason, count in ranked if count]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from flwr.app import ConfigRecord
 from torch import nn
@@ -13,6 +14,7 @@ from fedsim import extras, regular_files
 from fedsim.clients.base import Dense, Step
 from fedsim.clients.proximal import Proximal, server_numbers
 from fedsim.config import RunConfig
+from fedsim.config.sections import TaskSection
 from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
@@ -29,9 +31,11 @@ from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.round_rows import columns_of
 from fedsim.runs.split_record import check_state_dir
-from fedsim.tasks import MeanOf, TopK
-from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy
-from fedsim.training.evaluation import evaluate_clients
+from fedsim.tasks import ExactSum, MeanOf, TopK
+from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy, is_fedsims_own
+from fedsim.training import Trainer
+from fedsim.training.checks import loss_on
+from fedsim.training.evaluation import WIDTH, evaluate_clients
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.plain import PlainPath
@@ -243,17 +247,84 @@ def _try_example(resolved: Resolved) -> None:
         OwnState(trainer.model, trainer.loss)  # refuses a model whose state cannot be restored
     trainer.model.eval()
     theta = trainer.personal.initial[None]
-    metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
-    evaluate_clients([trainer.path], theta, one, one.indices, metrics)
+    evaluate_clients(
+        [trainer.path], theta, one, one.indices, {"loss": MeanOf(trainer.loss)}
+    )  # before the metrics: what is wrong with both is wrong with the loss
     index = torch.from_numpy(one.indices[0]).to(trainer.device)
-    x = one.inputs(index, theta.dtype)
+    x, y = one.inputs(index, theta.dtype), one.targets(index, theta.dtype)
     outputs = trainer.path.outputs(theta, x[None])[0].detach().requires_grad_()
+    for name, metric in trainer.metrics.items():
+        try:
+            evaluate_clients([trainer.path], theta, one, one.indices, {name: metric})
+        except FedsimError as error:
+            if not is_fedsims_own(metric):
+                raise
+            raise _metric_does_not_fit(name, resolved, outputs, y) from error
     # For outputs without a gradient `torch.func` returns zeros: clients would learn nothing.
-    if not trainer.trained.loss(outputs, one.targets(index, theta.dtype)).requires_grad:
+    if not trainer.trained.loss(outputs, y).requires_grad:
         raise FedsimError(
             f"task.loss = {resolved.config.task.loss!r}, whose values have no gradient (as after "
             "argmax, detach or a comparison); it must be differentiable in the model's outputs."
         )
+
+
+def _metric_does_not_fit(
+    name: str, resolved: Resolved, outputs: torch.Tensor, targets: torch.Tensor
+) -> FedsimError:
+    """The error for a metric that does not take what the loss takes."""
+    value = resolved.config.task.metrics
+    by_default = ", its default" if value == TaskSection.metrics else ""
+    fitting = (
+        "'rmse,r2' for numbers, or 'f1,auc' for labels 0 and 1"
+        if targets.is_floating_point()
+        else "'accuracy' for classes, with a logit for each"
+    )
+    return FedsimError(
+        f"task.metrics = '{value}'{by_default}: {name} does not compare outputs "
+        f"{list(outputs.shape)} with targets {list(targets.shape)} of {targets.dtype}, which "
+        f"task.loss does; set it, for example, to {fitting}."
+    )
+
+
+LOOKED_AT = 5_000
+"""Training examples at most that are looked at for the cause of a run's failure."""
+LARGE_GRADIENT = 1e15
+"""Length of a gradient from which on no usual learning rate gives a step that can be summed."""
+
+
+class _NotFinite(MeanOf):
+    """Number of examples whose loss is not finite."""
+
+    def finish(self, state: ExactSum) -> float:
+        return state.bad
+
+
+def why_untrainable(trainer: Trainer) -> str:
+    """Why clients cannot train whatever the learning rate, from their examples; empty if they can.
+
+    It looks at the loss and its gradients at the initial model. Not for a run that protects them.
+    """
+    examples, theta = np.concatenate(trainer.data.indices)[:LOOKED_AT], trainer.personal.initial
+    trainer.model.eval()
+    path = PlainPath(trainer.model, trainer.packing, trainer.trained.loss)
+    loss = {"loss": _NotFinite(loss_on(trainer.loss, torch.device("cpu")))}
+    bad = int(evaluate_clients([path], theta[None], trainer.data, [examples], loss)["loss"][0])
+    if bad:
+        return (
+            f"at the initial model the loss is not finite on {bad:,} of {len(examples):,} training "
+            "examples (0/0, the logarithm of 0, or inputs that are too large)"
+        )
+    for index in torch.split(torch.from_numpy(examples).to(trainer.device), WIDTH):
+        x, y = trainer.data.inputs(index, theta.dtype), trainer.data.targets(index, theta.dtype)
+        weight = theta.new_full((1, len(index)), 1 / len(index))
+        gradient, _ = path.gradient(theta[None], x[None], y[None], weight)
+        length = float(gradient.dense().double().norm())
+        if not length < LARGE_GRADIENT:
+            return (
+                f"at the initial model a gradient is {length:.2g} long, of examples with inputs up "
+                f"to {float(x.abs().max()):.2g}"
+            )
+    return ""
 
 
 def _try_step(resolved: Resolved) -> None:

@@ -35,7 +35,7 @@ from fedsim.runs.earlier_runs import (
     resumed_config,
 )
 from fedsim.runs.object_overrides import ObjectOverrides
-from fedsim.runs.preflight import check, warnings
+from fedsim.runs.preflight import check, warnings, why_untrainable
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, running_sessions
@@ -208,7 +208,7 @@ def drive(
             try:
                 session.make_rounds(grid)
             except RunFailedError as error:
-                failed[0] = error
+                failed[0] = _with_cause(resolved, error)
     except Exception as error:
         if directory is not None and checkpoints is not None:
             error.add_note(directory.remains(checkpoints.rounds()))
@@ -216,6 +216,17 @@ def drive(
     if failed:
         raise failed[0]
     return session.result()
+
+
+def _with_cause(resolved: Resolved, error: RunFailedError) -> RunFailedError:
+    """The error, and whether the loss is not finite already before any training."""
+    if resolved.config.protects or not resolved.trainer.population:
+        return error
+    try:
+        cause = why_untrainable(resolved.trainer)
+    except Exception:  # a user's code, which clients called too: the error says that they failed
+        return error
+    return RunFailedError(f"{error} It is no learning rate: {cause}.") if cause else error
 
 
 def _callback_list(callbacks: Iterable[Callback] | Callback) -> list[Callback]:

@@ -152,6 +152,10 @@ class Probe:
             if bool(torch.isfinite(losses).all()):
                 return first, second
         if pairs:
+            _log.warning(
+                "the loss is not finite on made-up examples at the initial model; an example whose "
+                "gradient is not finite adds nothing to a sum, so that training may go nowhere"
+            )
             return pairs[0]
         raise FedsimError(
             "the model or its loss could not be tried on made-up examples "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fedsim import RunConfig
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.runs.sweep import grid_runs, parse_axes, run_sweep
+from fedsim.strategies import RunFailedError
 from fedsim.tasks import Metric
 
 BASE = RunConfig().replace(
@@ -239,3 +241,68 @@ def test_a_users_function_that_fails_keeps_its_traceback_and_leaves_nothing(
             BASE.replace(**{key: "tests.runs.test_preflight:starts_with_nan"}), out=tmp_path / "run"
         )
     assert list(tmp_path.iterdir()) == []
+
+
+FEATURES = torch.randn(100, 8, generator=torch.Generator().manual_seed(0)).numpy()
+CLASSES = (FEATURES[:, 0] > 0).astype("int64")
+SMALL = [
+    "rounds=4", "partition.clients=5", "client.steps=2", "engine.device=cpu", "model.name=mlp",
+    "model.widths=8",
+]  # fmt: skip
+
+
+def arrays(x, y):
+    return {"x_train": x, "y_train": y, "x_test": x[:20], "y_test": y[:20]}
+
+
+def no_number(outputs, targets):
+    """0/0 on each example."""
+    gap = outputs[:, 0] - outputs[:, 0]
+    return nn.functional.cross_entropy(outputs, targets, reduction="none") * gap / gap
+
+
+NO_NUMBER = "tests.runs.test_preflight:no_number"
+
+
+@pytest.mark.parametrize(
+    ("scale", "settings", "cause"),
+    [
+        (1.0, {"task.loss": NO_NUMBER}, "not finite on 100 of 100"),
+        (3e37, {}, r"a gradient is \S+ long, of examples with inputs up to \S*e\+3[78]"),
+        (1.0, {"client.lr": 1e30}, None),
+    ],
+)
+def test_a_run_that_fails_on_numbers_says_whether_it_was_the_learning_rate(scale, settings, cause):
+    x = (FEATURES * scale).astype("float32")
+    config = RunConfig.of([*SMALL, "evaluate.every=0"]).replace(**settings)
+    with pytest.raises(RunFailedError, match="learning rate may be too high") as failure:
+        fedsim.run(config, data=arrays(x, CLASSES))
+    said = str(failure.value)
+    assert ("It is no learning rate" in said) == (cause is not None)
+    assert cause is None or re.search(f"at the initial model .*{cause}", said)
+
+
+@pytest.mark.parametrize("private", [[], ["mechanism.name=clipping", "noise.multiplier=1.0"]])
+@pytest.mark.parametrize(
+    ("targets", "settings", "sentence"),
+    [
+        (FEATURES[:, 0], ["task.loss=squared-error"], "'accuracy', its default: .*'rmse,r2'"),
+        (CLASSES * 1.0, ["task.loss=binary-cross-entropy"], "'accuracy', its default: .*'f1,auc'"),
+        (CLASSES, ["task.metrics=rmse"], "'rmse': rmse does not compare .*'accuracy'"),
+    ],
+)
+def test_a_metric_that_does_not_fit_is_named_and_not_the_loss(targets, settings, sentence, private):
+    config = RunConfig.of([*SMALL, *settings, *private])
+    y = targets.astype("float32") if targets.dtype.kind == "f" else targets
+    with pytest.raises(FedsimError, match=f"^task.metrics = {sentence}"):
+        fedsim.run(config, data=arrays(FEATURES, y))
+
+
+def test_a_loss_without_a_number_is_told_from_made_up_examples_alone(caplog):
+    examples = ["client.mechanism.name=clipping", "client.noise.multiplier=1.0", "rounds=1"]
+    for settings in ({}, {"task.loss": NO_NUMBER}):
+        caplog.clear()
+        config = RunConfig.of([*SMALL, *examples]).replace(**settings)
+        fedsim.run(config, data=arrays(FEATURES, CLASSES))
+        said = [r.message for r in caplog.records if "loss is not finite on made-up" in r.message]
+        assert bool(said) == bool(settings)
