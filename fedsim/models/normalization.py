@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 
 from torch import Tensor, nn
@@ -77,6 +78,11 @@ def _cured(module: _NormBase) -> nn.Module:
 
 
 STATISTICS = ("running_mean", "running_var")
+
+KEEP_FIXED = (
+    "keep them as they are: give the model a train() that leaves these layers in evaluation mode"
+)
+"""Advice for layers whose features `fix_normalisation` would replace."""
 
 
 class LocalBatchNorm(nn.Module):
@@ -164,6 +170,24 @@ def statistics_of(model: nn.Module) -> list[str]:
 
 
 @check_arguments
+def fixed_statistics(model: nn.Module) -> frozenset[str]:
+    """Names of normalisation layers that stay in evaluation mode while the model is trained.
+
+    Their running statistics never change, so that each is a fixed affine map of every example by
+    itself. A model keeps them so by a `train` of its own.
+    """
+    try:
+        copied = copy.deepcopy(model).train()
+    except Exception:  # a user's code; then nothing is known of its modes
+        return frozenset()
+    return frozenset(
+        name
+        for name, module in copied.named_modules()
+        if isinstance(module, _NormBase) and not module.training and module.running_mean is not None
+    )
+
+
+@check_arguments
 def refuse_running_statistics(model: nn.Module) -> None:
     """Refuse normalisation layers that keep running statistics of the clients' data.
 
@@ -175,14 +199,15 @@ def refuse_running_statistics(model: nn.Module) -> None:
     FedsimError
         Naming the layers and the usual cure, `nn.GroupNorm`.
     """
+    fixed = fixed_statistics(model)
     names = [
         f"{name or 'itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.running_mean is not None
+        if isinstance(module, _NormBase) and module.running_mean is not None and name not in fixed
     ]
     if names:
         raise FedsimError(
             f"the model keeps running statistics of the clients' data in {', '.join(names)}, which "
-            "no noise protects, so that a private run cannot have them; use nn.GroupNorm, or let "
-            "model.fix = true replace them."
+            "no noise protects, so that a private run cannot have them; use nn.GroupNorm, let "
+            f"model.fix = true replace them, or, if they are pre-trained, {KEEP_FIXED}."
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedsim.arguments import expected, require, shown
 from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
-from fedsim.models.normalization import statistics_of
+from fedsim.models.normalization import KEEP_FIXED, fixed_statistics, statistics_of
 from fedsim.models.parameters import refuse_gradient_hooks
 from fedsim.rows.block import Ids
 from fedsim.tasks.losses import Loss
@@ -37,8 +37,18 @@ def check_model(model: nn.Module, *, private: bool) -> None:
                 f"model parameter '{name}' is {parameter.dtype}, which no Flower array carries; it "
                 f"must be one of {', '.join(map(str, CARRIED))}."
             )
+    fixed: frozenset[str] | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
+            fixed = fixed_statistics(model) if fixed is None else fixed
+            if name in fixed:
+                continue
+            if _is_frozen(module):
+                raise FedsimError(
+                    f"model module '{name}' is a {type(module).__name__} that is not trained, and "
+                    "still normalises by the batch and changes its running statistics in training "
+                    f"mode; {KEEP_FIXED} (model.fix would replace what they have learnt)."
+                )
             keep = f", or let clients keep it: model.personal = '{name}.*'"
             keep *= not private and any(True for _ in module.parameters())  # patterns match them
             raise FedsimError(
@@ -46,6 +56,11 @@ def check_model(model: nn.Module, *, private: bool) -> None:
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
                 f"model.fix = true replace it{keep}."
             )
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = [*module.parameters()]
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def device_of(device: torch.device | str) -> torch.device:
