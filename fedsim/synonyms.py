@@ -64,7 +64,13 @@ _PROXIMAL = "client.proximal above 0 adds FedProx's term to any client algorithm
 _NETS = "such networks come from a file of your own, as 'nets:{name}' for {name} in nets.py"
 
 NAMES: Mapping[str, Mapping[str, str]] = {
-    "data": {"fmnist": "fashion-mnist", "fashion": "fashion-mnist", "cifar": "cifar10"},
+    "data": {
+        **dict.fromkeys(("fmnist", "fashion"), "fashion-mnist"),
+        "cifar": "cifar10",
+        "femnist": "FEMNIST is read from a folder that Hugging Face's datasets has saved "
+        "(save_to_disk, with the splits train and test), as in data.columns = "
+        "'x=image,y=character,owner=writer_id'",
+    },
     "partition": {
         "lda": "dirichlet",
         "natural": "by-owner",
@@ -74,7 +80,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "model": {
         **dict.fromkeys(("linear", "logistic", "logistic-regression"), "softmax"),
         **dict.fromkeys(("dense", "dnn", "fully-connected"), "mlp"),
-        **dict.fromkeys(("cnn", "convnet"), "adadp-cifar"),
+        **{name: _NETS.format(name=name) for name in ("cnn", "convnet")},
     },
     "loss": {
         **dict.fromkeys(("mse", "l2"), "squared-error"),

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +144,7 @@ def read_folder(path: Path) -> Arrays:
     try:
         for name in names:
             file = path / f"{name}.npy"
+            _require_size(file)
             # "c" is copy-on-write: torch requires writable memory, and writes never reach the file.
             arrays[name] = np.lib.format.open_memmap(regular_files.require(file), mode="c")
             _expect_batches(arrays[name])
@@ -158,6 +159,14 @@ def read_folder(path: Path) -> Arrays:
         raise FedsimError(
             f"{single} of {path} could not be read ({cause(error)}); there must be numbers."
         ) from error
+
+
+def _require_size(path: Path) -> None:
+    """Refuse a shape beyond the file's size; NumPy would compute with it, and overflow."""
+    with open(path, "rb", opener=regular_files.opener) as file:
+        shape, size = _header(path.stem, file)
+    if path.stat().st_size < size:
+        raise ValueError(f"its header claims the shape {shape}, which the file does not hold")
 
 
 def _expect_batches(array: Array) -> None:
@@ -177,7 +186,11 @@ def _used(path: Path, names: Iterable[str]) -> list[str]:
             f"{_wanted()}."
         )
     single = (*STATISTICS, *DECLARED)
-    return [name for name in distinct if name in single or name.endswith(("_train", "_test"))]
+    return [
+        name
+        for name in distinct
+        if name in single or (name.endswith(("_train", "_test")) and name.isprintable())
+    ]
 
 
 def _require_one_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
@@ -204,23 +217,28 @@ def _claimed(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], int]:
     if entry.file_size > DENSEST * entry.compress_size + LARGEST_HEADER:
         raise ValueError(f"{key} claims more bytes than its {entry.compress_size} can hold")
     with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)
-        if read is None:
-            raise ValueError(f"{key} is in version {version} of NumPy's format")
-        shape, _, dtype = read(file)
-        header = file.tell()
+        shape, size = _header(key, file)
+    if size != entry.file_size:
+        raise ValueError(f"{key} has a header that does not fit its {entry.file_size} bytes")
+    _require_small(key, shape)
+    return shape, entry.file_size
+
+
+def _header(key: str, file: IO[bytes]) -> tuple[tuple[int, ...], int]:
+    """Shape of an array and size of its file in bytes, by the header that the file begins with."""
+    version = np.lib.format.read_magic(file)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }.get(version)
+    if read is None:
+        raise ValueError(f"{key} is in version {version} of NumPy's format")
+    shape, _, dtype = read(file)
     if dtype.hasobject:
         raise ValueError(f"{key} holds Python objects")
     if any(length < 0 for length in shape):
         raise ValueError(f"{key} has the shape {shape}")
-    if header + math.prod(shape) * dtype.itemsize != entry.file_size:
-        raise ValueError(f"{key} has a header that does not fit its {entry.file_size} bytes")
-    _require_small(key, shape)
-    return shape, entry.file_size
+    return shape, file.tell() + math.prod(shape) * dtype.itemsize
 
 
 def _require_small(key: str, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, printable
 
 Array = npt.NDArray[Any]
 AxisOrder = Literal["auto", "as-is"]
@@ -390,5 +390,5 @@ def statistics(
 
 def shortened(names: Sequence[str]) -> str:
     """A list of names for a sentence; long lists are cut."""
-    shown = ", ".join(names[:10])
+    shown = printable(", ".join(names[:10]), 400)
     return f"{shown[:300]}, ..." if len(names) > 10 or len(shown) > 300 else shown or "none"

@@ -118,6 +118,10 @@ def _data_path(name: str, folder: Path) -> Path:
     """Path of a user's own data: as written, or else within ``folder``."""
     if (path := _existing(name, folder)) is not None:
         return path
+    if Path(name).suffix.lower() in (".xlsx", ".xls", ".ods"):
+        raise FedsimError(
+            f"data.name is '{name}', a spreadsheet; it must be {_OWN_FILES}: save it as .csv."
+        )
     is_file_name = Path(name).suffix.lower() in _SUFFIXES
     if not is_file_name and "/" not in name:
         known = [known for known in registry.names("data") if known != "files"]

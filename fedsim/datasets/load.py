@@ -235,9 +235,10 @@ def _table(frame: Any) -> dict[str, Sequence[Any]]:
 
 
 def _column(values: Any) -> Any:
-    array = np.asarray(values)
-    if array.dtype.kind == "U":  # numpy turns a NaN among texts into "nan", which is not missing
-        array = np.asarray(values, dtype=object)
+    # Of a list with texts numpy would turn a NaN into "nan", which is not missing, and make every
+    # entry as wide as the longest.
+    texts = isinstance(values, list | tuple) and any(isinstance(value, str) for value in values)
+    array = np.asarray(values, dtype=object if texts else None)
     if array.dtype.kind in "mM":  # tolist() turns nanosecond times into integers
         array = array.astype(str)
     return array.tolist()

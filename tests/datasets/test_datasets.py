@@ -314,3 +314,41 @@ def test_a_range_that_the_training_examples_do_not_have_names_the_key(
 ) -> None:
     with pytest.raises(FedsimError, match=rf"data\.train = '{train}'.* within 0:6, the training"):
         load(written(tmp_path, images()), train=train)
+
+
+def test_a_member_whose_name_has_a_newline_splits_no_sentence(tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", **{"a\nb_train": np.zeros(2), "x_train": np.zeros(2)})
+    with pytest.raises(FedsimError, match=r"lacks y_train.* holds a\?b_train, x_train") as caught:
+        load(str(tmp_path / "own.npz"))
+    assert "\n" not in str(caught.value)
+    arrays = {"x": np.ones((4, 2), np.float32), "y": np.array([0, 1, 0, 1]), "a\nb": np.zeros(9)}
+    np.savez(tmp_path / "own.npz", **{f"{k}_{s}": v for k, v in arrays.items() for s in SPLITS})
+    assert load(str(tmp_path / "own.npz")).train.columns == {}  # as any other entry
+
+
+SPLITS = ("train", "test")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_header_beyond_its_file_is_refused_before_numpy_overflows(tmp_path: Path) -> None:
+    for name in ("x_train", "y_train", "x_test", "y_test"):
+        np.save(tmp_path / f"{name}.npy", np.zeros((4, 2), np.float32))
+    with open(tmp_path / "x_train.npy", "wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (2**33, 2**33)}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(bytes(32))
+    with pytest.raises(FedsimError, match=r"x_train\.npy could not be read \(its header claims"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("people.xlsx", "a spreadsheet; it must be a path to .*: save it as .csv"),
+        ("femnist", "folder that Hugging Face's datasets has saved .*owner=writer_id'. It must be"),
+    ],
+)
+def test_what_is_no_data_here_is_told_how_to_become_some(name: str, says: str) -> None:
+    with pytest.raises(FedsimError, match=says) as caught:
+        load(name)
+    assert "did you mean" not in str(caught.value)

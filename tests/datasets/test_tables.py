@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -530,3 +531,26 @@ def test_values_that_are_masked_are_not_taken_for_numbers():
     hidden = np.ma.masked_greater(x, 0)
     with pytest.raises(FedsimError, match="x of data= is a masked array"):
         dataset_of(((hidden, [0, 1, 0, 1]), (x, [0, 1, 0, 1])))
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_one_long_owner_does_not_cost_every_row_its_length(tmp_path, in_python):
+    owners = ["ab"[k % 2] for k in range(3000)]
+    owners[7] = "c" * 100_000
+    table = {"a": ["0.5"] * 3000, "y": ["0", "1"] * 1500, "who": owners}
+    rows = "".join(",".join(row) + "\n" for row in zip(*table.values(), strict=True))
+    (tmp_path / "t.csv").write_text("a,y,who\n" + rows)
+    settings = {"columns": "y=y,owner=who", "types": "a=0:1,y=0|1"}
+    tracemalloc.start()
+    try:
+        if in_python:
+            data = datasets.from_table(table, **settings)
+        else:
+            data = datasets.load(str(tmp_path / "t.csv"), **settings)
+        dataset_of(data)
+        parts = fedsim.partitions.ByOwner(clients=3).indices(data.train.y, data.train.columns)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [len(part) for part in parts] == [1200, 1199, 1]
+    assert peak < 30e6  # of texts as wide as the longest, 1.2 GB
