@@ -210,6 +210,18 @@ def _rows(content: RecordDict, instructions: Instructions, share_size: int | Non
     return (layout.flatten(named).to(vector.device) - vector).unsqueeze(0)
 
 
+def changed_whole_numbers(content: RecordDict, instructions: Instructions) -> list[str]:
+    """Names of integer and boolean entries whose bytes differ from those that the client was sent.
+
+    Nothing is decoded: the values themselves are never used.
+    """
+    if instructions.layout is None:
+        return []
+    arrays, sent = _arrays_of(content, instructions.keys.arrays), instructions.arrays
+    names = [n for n in instructions.layout.untrained if n in arrays and n in sent]
+    return [name for name in names if arrays[name].data != sent[name].data]
+
+
 def _arrays_of(content: RecordDict, key: str) -> ArrayRecord:
     records = content.array_records
     if key in records:

@@ -20,6 +20,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from flwr.clientapp import ClientApp
 
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
@@ -466,3 +467,31 @@ def test_hostile_replies_to_an_evaluation_leave_the_mean_of_the_others():
     metrics = made.aggregate_evaluate(1, [*replies, *replies])
     assert metrics is not None
     assert dict(metrics) == {"loss": 1.75, "num-examples": 7.0}
+
+
+@pytest.mark.parametrize("counts", [0, 1])
+@pytest.mark.parametrize(
+    ("mechanism", "noise"), [(NoPrivacy(), 0.0), (Clipping(clip_norm=1.0), 1.0)]
+)
+def test_whole_numbers_that_clients_change_are_named_once_in_a_run_without_privacy(
+    mechanism, noise, counts, caplog
+):
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        arrays = tensors(message.content["arrays"])
+        arrays["seen"] = arrays["seen"] + counts
+        metrics = MetricRecord({"num-examples": 3})
+        content = RecordDict({"arrays": array_record(arrays), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    strategy = DPFedAvg(
+        mechanism=mechanism, noise_multiplier=noise, cohort=FullCohort(3), fraction_evaluate=0.0
+    )
+    initial = array_record({"w": torch.ones(2), "seen": torch.tensor(7)})
+    result = strategy.start(LocalGrid(app, num_nodes=3), initial, num_rounds=3)
+    assert int(tensors(result.arrays)["seen"]) == 7
+    said = [r.getMessage() for r in caplog.records if "whole numbers" in r.getMessage()]
+    assert len(said) == (counts and isinstance(mechanism, NoPrivacy))
+    assert all("clients change seen" in sentence for sentence in said)

@@ -17,6 +17,7 @@ clients send, and draws the noise. Other aggregations change one or two of its s
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.exchange import Instructions, RecordKeys, Replies
-from fedsim.federation.replies import Reply, read
+from fedsim.federation.replies import Reply, changed_whole_numbers, read
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Floats, Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
@@ -40,6 +41,8 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import DECLARED_EXAMPLES, Block
+
+_log = logging.getLogger("fedsim")
 
 
 class NoiseSources:
@@ -249,7 +252,27 @@ class ServerSum:
 
     def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """Decode messages; they must have parameters, and the numbers that enter the sum."""
-        return read(messages, self.instructions, self.tally, needed=self.summing.reported)
+        replies = read(messages, self.instructions, self.tally, needed=self.summing.reported)
+        if self.instructions.round != 1 or self.plan.private:
+            return replies
+        return self._noting_whole_numbers(replies)
+
+    def _noting_whole_numbers(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """The replies; a line in the log at the first that changes entries which are not averaged.
+
+        Flower's strategies average them too.
+        """
+        names: list[str] = []
+        for reply in replies:
+            if not names and reply.content is not None:
+                names = changed_whole_numbers(reply.content, self.instructions)
+                if names:
+                    _log.warning(
+                        "clients change %s, of whole numbers, which are not averaged: the model "
+                        "keeps its own values.",
+                        ", ".join(names),
+                    )
+            yield reply
 
     def add(self, reply: Reply) -> Reply:
         """Add a block's rows to the sum, unless workers have added them already.
