@@ -554,3 +554,42 @@ def test_one_long_owner_does_not_cost_every_row_its_length(tmp_path, in_python):
         tracemalloc.stop()
     assert [len(part) for part in parts] == [1200, 1199, 1]
     assert peak < 30e6  # of texts as wide as the longest, 1.2 GB
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        b"30,m,20,north",
+        b"30,m,20,north,high,7",
+        b'"30,m,20,north,high',
+        b'"3"0,m,20,north,high',
+        b"30\xff,m,20,north,high",
+        b"3" * 140_000 + b",m,20,north,high",
+    ],
+)
+def test_a_row_that_is_none_is_its_own_loss_in_a_protected_table(tmp_path, row):
+    lines = PEOPLE.encode().splitlines()
+    lines[2] = row
+    (tmp_path / "people.csv").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n")
+    settings = {"columns": COLUMNS, "types": TYPES, "protected": True}
+    ours = datasets.load(str(tmp_path / "people.csv"), **settings)
+    (tmp_path / "people.csv").write_text(PEOPLE)
+    theirs = datasets.load(str(tmp_path / "people.csv"), **settings)
+    others = [0, 2, 3, 4]
+    assert torch.equal(ours.train.x[others], theirs.train.x[others])
+    assert torch.equal(ours.test.x, theirs.test.x)
+    owners = ours.train.columns["owner"].tolist()
+    assert owners[:1] + owners[2:] == ["north", "south", "south", "west"]
+
+
+def test_a_protected_table_from_python_is_read_as_a_protected_file_is():
+    table = {"age": [20, "?", 40, 50, 60, 70], "ill": [0, 1, "x", 1, 1, 0], "who": [7, 8, 9] * 2}
+    table["who"][1], table["who"][4] = None, "08"
+    settings = {"columns": "y=ill,owner=who", "types": "age=0:100,ill=0|1"}
+    with pytest.raises(FedsimError, match=r"in column 'who' of its training example 2"):
+        datasets.from_table(table, **settings)
+    data = datasets.from_table(table, **settings, protected=True)
+    assert data.train.x.isnan().flatten().tolist() == [False, True, False, False, False]
+    assert data.train.columns["unusable"].tolist() == [False, False, True, False, False]
+    assert data.train.columns["owner"].tolist() == ["7", "", "9", "7", "9"]
+    assert data.test.columns["owner"].tolist() == ["8"]
