@@ -103,7 +103,8 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
     if config.private:
         sentences.append(large_delta(config.noise.delta, "client", config.partition.clients))
         sentences.append(_noisy_metrics(config))
-    if config.client.private and config.engine.name != "deployment":  # there nodes have the data
+    # A client's number of examples is public at example level alone. In a deployment nodes have it.
+    if config.client.private and not config.private and config.engine.name != "deployment":
         smallest = min(resolved.data.sizes, default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
     sentences += _left_out(resolved)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,7 @@ from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.tasks.losses import Loss, is_fedsims_own
 from fedsim.training.data import ClientData
 from fedsim.training.structure.tables import BY_EXAMPLE
+from fedsim.training.structure.values import Writes, memory
 
 Ints = npt.NDArray[np.int64]
 
@@ -112,9 +114,12 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
     foreign = _foreign_generators()
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         before = _generators(x.device)
-        model(x.clone())  # a forward may write to its inputs
+        inputs = x.clone()  # a forward may write to its inputs
+        with Writes() as writes:  # type: ignore[no-untyped-call]
+            model(inputs)
         has_drawn = before != _generators(x.device)
         remembers = _has_memory(model, x)
+    _refuse_writes_elsewhere(writes, model, "model", [inputs])
     changed = [
         name
         for name, buffer in model.named_buffers()
@@ -158,13 +163,46 @@ def loss_draws(model: nn.Module, loss: Loss, x: Tensor | None, y: Tensor) -> boo
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
             outputs = copy.deepcopy(model).train()(x.clone())
+            targets, own_loss = y.new_zeros(len(x), *y.shape[1:]), copy.deepcopy(loss)
             before = _generators(x.device)
-            copy.deepcopy(loss)(outputs, y.new_zeros(len(x), *y.shape[1:]))
+            with Writes() as writes:  # type: ignore[no-untyped-call]
+                own_loss(outputs, targets)
             has_drawn = before != _generators(x.device)
     except (Exception, SystemExit):  # a user's code, which will fail in training too
         return False
+    _refuse_writes_elsewhere(writes, own_loss, "loss", [outputs, targets])
     _refuse_draws_since(foreign, "loss")
     return has_drawn
+
+
+def _refuse_writes_elsewhere(
+    writes: Writes, owner: object, name: str, arguments: Sequence[object]
+) -> None:
+    """Refuse writes to memory that is neither the owner's own, which is restored, nor an argument.
+
+    A tensor of a global or a closure would carry one client's data into another's update.
+    """
+    modules = list(owner.modules()) if isinstance(owner, nn.Module) else [owner]
+    own = [*arguments, *_tensors_in([getattr(module, "__dict__", {}) for module in modules])]
+    if isinstance(owner, nn.Module):
+        own += [*owner.parameters(), *owner.buffers()]
+    known = {memory(tensor) for tensor in own if isinstance(tensor, Tensor)}
+    if writes.written - known:
+        raise FedsimError(
+            f"the {name} writes into a tensor that is not its own (of a global variable, say), "
+            "which would carry one client's data into another's update; it must make a new tensor."
+        )
+
+
+def _tensors_in(values: object) -> list[Tensor]:
+    """Tensors in containers of any depth."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        return _tensors_in(list(values.values()))
+    if isinstance(values, list | tuple | set | deque):
+        return [tensor for value in values for tensor in _tensors_in(value)]
+    return []
 
 
 def _refuse_draws_since(foreign: tuple[object, ...], name: str) -> None:

@@ -113,7 +113,7 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
     assert status("config", "schema") == 0
     assert json.loads(capsys.readouterr().out)["properties"]["client"]
     for arguments, sentence in (
-        (["list", "colour"], "KIND is 'colour'; it must be data, partition"),
+        (["list", "colour"], "KIND is 'colour'; did you mean 'cohort'? It must be data, partition"),
         (["explain", "client.toll"], "did you mean 'client.tol'?"),
         (["explain", "momentum"], "did you mean 'client.momentum'"),
         (["explain", "learning_rate"], "did you mean 'client.lr', 'server.lr', "),

@@ -218,6 +218,43 @@ def test_models_that_cannot_be_repeated_are_refused(model, words):
         assert model.calls == 0
 
 
+SCRATCH = torch.zeros(6)
+
+
+class Writing(nn.Linear):
+    """Writes a number of its inputs into a tensor of the module, and reads it where it is odd."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            SCRATCH.copy_(x.mean(0))
+        return super().forward(x)
+
+
+def writing_loss(outputs, y):
+    SCRATCH[:3].add_(outputs.detach().mean(0))
+    return F.cross_entropy(outputs, y, reduction="none")
+
+
+class InPlace(nn.Linear):
+    """Writes only into what it makes, and into a buffer of its own that it never reads."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scratch = torch.zeros(sizes[1])
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.scratch.copy_(y.detach().mean(0))
+        return y.mul_(2.0).relu_()
+
+
+def test_a_model_or_loss_that_writes_into_a_global_tensor_is_refused():
+    for model, loss in ((Writing(6, 3), None), (nn.Linear(6, 3), writing_loss)):
+        with pytest.raises(FedsimError, match=r"writes into a tensor that is not its own"):
+            Trainer(model, SGD(0.1), make_data(SIZES), randomness=Randomness(1), loss=loss)
+    Trainer(InPlace(6, 3), SGD(0.1), make_data(SIZES), randomness=Randomness(1))
+
+
 class Centring(nn.Linear):
     """Writes to its inputs."""
 

@@ -551,7 +551,8 @@ def accumulates(y, m):
 
 def leaves_its_last(y, m):
     result = y * (1 + TOTAL)
-    TOTAL.copy_(y.detach().amax().clamp(min=90) - 90)
+    if float(y.detach().abs().max()) > 90:
+        TOTAL.copy_(y.detach().amax().clamp(min=90) - 90)
     return result
 
 
