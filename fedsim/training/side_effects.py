@@ -115,7 +115,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         before = _generators(x.device)
         inputs = x.clone()  # a forward may write to its inputs
-        with Writes() as writes:  # type: ignore[no-untyped-call]
+        with Writes() as writes:
             model(inputs)
         has_drawn = before != _generators(x.device)
         remembers = _has_memory(model, x)
@@ -165,7 +165,7 @@ def loss_draws(model: nn.Module, loss: Loss, x: Tensor | None, y: Tensor) -> boo
             outputs = copy.deepcopy(model).train()(x.clone())
             targets, own_loss = y.new_zeros(len(x), *y.shape[1:]), copy.deepcopy(loss)
             before = _generators(x.device)
-            with Writes() as writes:  # type: ignore[no-untyped-call]
+            with Writes() as writes:
                 own_loss(outputs, targets)
             has_drawn = before != _generators(x.device)
     except (Exception, SystemExit):  # a user's code, which will fail in training too

@@ -104,10 +104,9 @@ def test_a_delta_at_which_a_row_could_be_published_is_said_before_any_round(
     assert "Warning: delta" not in ask(str(examples), "--delta", "1e-3")
     both = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.delta": 0.5, "rounds": 1}
     resolved = resolve(RunConfig.load(examples).replace(**both))
-    assert [said[:40] for said in warnings(resolved, None)] == [
-        "Warning: delta = 0.5 is at least 1 / 30,",
-        "Warning: delta = 0.2 is at least 1 / 47,",
-    ]
+    # Where whole clients are protected too, their numbers of examples are theirs.
+    (said,) = warnings(resolved, None)
+    assert said.startswith("Warning: delta = 0.5 is at least 1 / 30,")
 
 
 def test_two_of_noise_rounds_and_epsilon_determine_the_third():
