@@ -232,20 +232,21 @@ class NodeWithMessage:
 
     def __init__(self) -> None:
         ensure_identity(7)
+        self.message = Message(RecordDict(), 2, "train")
+        self.message.metadata.__dict__["_message_id"] = self.message.object_id
+        self.run = self.message.metadata.run_id  # another if another test has set it before
         factory = ObjectStoreFactory()
         self.store = factory.store()
         self.state = NodeStateFactory(factory).state()
-        self.task = self.state.create_task("flwr-clientapp", 7, fab_hash="0")
-        self.token = self.state.claim_task(self.task)
-        self.message = Message(RecordDict(), 2, "train")
-        self.message.metadata.__dict__["_message_id"] = self.message.object_id
+        self.task = self.state.create_task("flwr-clientapp", self.run, fab_hash="0")
+        self.state.claim_task(self.task)
         self.state.store_message(self.message)
 
     def reply(self, content: RecordDict) -> Message:
         reply = Message(content, reply_to=self.message)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         self.state.store_message(reply)
-        self.store.preregister(7, get_object_tree(reply))
+        self.store.preregister(self.run, get_object_tree(reply))
         return reply
 
 
