@@ -163,26 +163,37 @@ def await_tasks(wake: Callable[[], None]) -> None:
     from flwr.common.constant import Status
 
     module: Any = importlib.import_module(SUPERNODE_LOOP)
+    pull_message = getattr(module, "_pull_and_store_message", None)
     push_replies = getattr(module, "_push_messages", None)
-    if push_replies is None:
+    if pull_message is None or push_replies is None:
         return
+    run_id: int | None = None
+
+    def pull_and_note_run(**options: Any) -> Any:
+        nonlocal run_id
+        run_id = pull_message(**options)
+        return run_id
 
     def await_and_push(*, state: Any, object_store: Any, **options: Any) -> Any:
         wake()
-        while state.get_tasks(statuses=[Status.PENDING, Status.STARTING, Status.RUNNING]):
+        # Of this run alone: the task of a message whose run has ended meanwhile may never end.
+        unfinished = [Status.PENDING, Status.STARTING, Status.RUNNING]
+        while state.get_tasks(run_ids=[run_id], statuses=unfinished):
             time.sleep(_REPLY_POLL)
-        _answer_for_dead_task(module, state, object_store)
+        _answer_for_dead_task(module, state, object_store, run_id)
         return push_replies(state=state, object_store=object_store, **options)
 
+    module._pull_and_store_message = pull_and_note_run
     module._push_messages = await_and_push
 
 
-def _answer_for_dead_task(module: Any, state: Any, store: Any) -> None:
-    """Store an error reply to each message without a whole reply, now that all tasks have ended."""
+def _answer_for_dead_task(module: Any, state: Any, store: Any, run_id: int | None) -> None:
+    """Answer a run's message that has no whole reply with an error, now that its task has ended."""
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode
 
-    messages = [entry.message for entry in list(state.msg_store.values())]
+    entries = list(state.msg_store.values())
+    messages = [entry.message for entry in entries if entry.message.metadata.run_id == run_id]
     reply_of = {m.metadata.reply_to_message_id: m.metadata.message_id for m in messages}
     for message in messages:
         reply = reply_of.get(message.metadata.message_id)

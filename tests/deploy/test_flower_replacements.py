@@ -253,7 +253,7 @@ class NodeWithMessage:
 @pytest.fixture
 def node(module):
     """Such a node, with a function that returns the replies that its loop would send."""
-    loop = module(SUPERNODE_LOOP, "_push_messages")
+    loop = module(SUPERNODE_LOOP, "_push_messages", "_pull_and_store_message")
     node, sent = NodeWithMessage(), []
     loop._push_messages = lambda **options: sent.append(
         [
@@ -262,9 +262,11 @@ def node(module):
             if entry.message.metadata.reply_to_message_id
         ]
     )
+    loop._pull_and_store_message = lambda **options: node.run
     flower_replacements.await_tasks(lambda: sent.append("woken"))
 
     def push() -> list[Message]:
+        assert loop._pull_and_store_message(state=node.state) == node.run
         loop._push_messages(state=node.state, object_store=node.store, send=None, push_object=None)
         assert sent.pop(0) == "woken"
         (replies,) = sent
@@ -291,6 +293,13 @@ def test_a_task_that_ends_without_a_reply_is_answered_by_its_node(node, begun, r
         "the process was ended by signal 9",
     )
     assert node.store.get_object_tree(reply.metadata.message_id).object_id
+
+
+def test_a_task_of_a_run_that_has_ended_holds_up_no_other(node):
+    node.state.create_task("flwr-clientapp", node.run + 1, fab_hash="0")
+    node.state.finish_task(node.task, "failed", "the process was ended by signal 9")
+    (reply,) = node.push()
+    assert reply.has_error()
 
 
 def test_a_task_that_ends_while_it_sends_its_reply_is_answered_by_its_node(node):

@@ -22,6 +22,7 @@ def test_a_supernode_asks_often_wakes_its_app_and_is_given_its_arguments(monkeyp
     state = SimpleNamespace(get_tasks=lambda **_: [], msg_store={})
     monkeypatch.setattr(loop, "time", loop.time)
     monkeypatch.setattr(loop, "_push_messages", lambda **_: done.append("sends"))
+    monkeypatch.setattr(loop, "_pull_and_store_message", loop._pull_and_store_message)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(flower_replacements, "retry_soon", lambda: done.append("retries soon"))
     monkeypatch.setattr(flower_programs, "wake", done.append)
