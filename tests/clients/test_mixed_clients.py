@@ -96,7 +96,7 @@ class Remembering(SGD):
 
 
 def check(algorithm: LocalAlgorithm, personal: bool = False) -> None:
-    check_algorithm(algorithm, "reset", None, personal=personal or algorithm.parts)
+    check_algorithm(algorithm, personal=personal or algorithm.parts)
 
 
 MIXED: list[LocalAlgorithm] = [

@@ -225,7 +225,7 @@ def test_noise_with_lambda_zero_is_independent_noise_to_the_bit(noise: Noise) ->
 def test_plans_that_cannot_share_draws_are_refused() -> None:
     with pytest.raises(FedsimError, match="no number of rounds"):
         strategy_of(rounds=None)
-    with pytest.raises(FedsimError, match="stores vectors of many steps"):
+    with pytest.raises(FedsimError, match="at example level it must be independent"):
         ReleasePlan(
             level="example", sampler=Full(9), bound=Clipping(1.0), noise=Banded(1.0), rounds=3
         )
