@@ -131,6 +131,21 @@ def test_no_label_is_cut_off_or_stands_on_another(
     assert problems == []
 
 
+@pytest.mark.parametrize("name", ["run", "long", "compare"])
+def test_nothing_that_a_chart_draws_is_cut_off_at_its_sides(
+    name: str, pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages[name], width=390)
+    cut = browser.evaluate(
+        """[...document.querySelectorAll('.plot canvas')].filter((canvas) => {
+          const inked = (x) => canvas.getContext('2d').getImageData(x, 0, 1, canvas.height)
+            .data.some((value, i) => i % 4 === 3 && value > 0);
+          return inked(0) || inked(canvas.width - 1);
+        }).map((canvas) => canvas.closest('figure').textContent.trim().slice(0, 40))"""
+    )
+    assert cut == []
+
+
 def test_long_names_of_classes_leave_room_for_what_they_name(
     pages: dict[str, Path], browser: Browser
 ) -> None:

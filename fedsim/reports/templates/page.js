@@ -212,7 +212,7 @@
       const options = {
         ...this.size(),
         legend: { show: false },
-        padding: [8, 14, 0, 0],
+        padding: [8, 24, 0, 0],
         scales: {
           x: { time: false, range: () => this.domain() },
           y: { distr: this.log ? 3 : 1, range: (_, low, high) => this.range(low, high) },
