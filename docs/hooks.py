@@ -147,7 +147,7 @@ def pictures() -> list[Path]:
 
 def papers() -> str:
     """Every figure and table of the papers, from the experiments' stored results and judgements."""
-    from experiments.framework.overview import overview
+    from experiments.framework.judge import overview
 
     return overview()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -10,20 +11,19 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from pydantic import Field
 from torch import Tensor
 
+from experiments.adaclip.central import DenseNet, train
 from experiments.adaclip.tuned import TunedRates, TunedSettings
 from experiments.framework.base import (
     ExperimentMember,
     PaperClaim,
     Report,
     Result,
-    Settings,
     Table,
+    as_table,
     seeds_text,
 )
-from experiments.framework.central import DenseNet, train
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired, within
 from fedsim import datasets
 from fedsim.cohorts import PoissonCohort
@@ -42,10 +42,10 @@ _SHARED = (
     "dataset",
     "batch",
     "delta",
-    "clip_norm",
-    "norm_bound",
+    "clip-norm",
+    "norm-bound",
     "h2",
-    "h2_literal",
+    "h2-literal",
     "examples",
 )
 """Settings that every member has."""
@@ -74,6 +74,7 @@ _COMPARED = (
 CLOSE = 0.5  # percentage points within which momentum and plain SGD count as equal
 
 
+@dataclass(frozen=True, kw_only=True)
 class MnistSettings(TunedSettings):
     """Keys of ``experiment.toml``.
 
@@ -95,7 +96,7 @@ class MnistSettings(TunedSettings):
     norm_bound: float = 28.0
     h2: float = 1e-3
     h2_literal: float = 1e-5
-    momenta: list[float] = Field(default_factory=list)
+    momenta: list[float] = field(default_factory=list)
     curves_at: float = 0.5
     examples: int = 0
 
@@ -104,14 +105,13 @@ class Mnist(TunedRates):
     """Central DP-SGD with ghost rows; each member is one training run."""
 
     settings: MnistSettings
-    settings_type: ClassVar[type[Settings]] = MnistSettings
     methods: ClassVar[Mapping[str, str]] = LABELS
 
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
         """Settings of one training run, without momentum."""
-        settings = self.settings
+        settings, table = self.settings, as_table(self.settings)
         return {
-            **settings.model_dump(by_alias=True, include=set(_SHARED)),
+            **{key: table[key] for key in _SHARED},
             "method": method,
             "epsilon": epsilon,
             "epochs": settings.epochs[settings.epsilons.index(epsilon)],
@@ -136,7 +136,7 @@ class Mnist(TunedRates):
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Train once: accuracy by epoch, distortion, and the epsilon of its ledger."""
-        x, y, test = load_images(settings["dataset"], str(self.context.data), settings["examples"])
+        x, y, test = load_images(settings["dataset"], str(self.data), settings["examples"])
         batch, delta = min(settings["batch"], len(y) / 2), settings["delta"]
         z = calibrate(
             target_epsilon=settings["epsilon"],

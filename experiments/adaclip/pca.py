@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.adaclip.central import DenseNet, train
 from experiments.adaclip.dp_pca import principal_directions
 from experiments.adaclip.mnist import load_images
 from experiments.adaclip.tuned import TunedRates, TunedSettings
-from experiments.framework.base import PaperClaim, Report, Result, Settings, Table, seeds_text
-from experiments.framework.central import DenseNet, train
+from experiments.framework.base import PaperClaim, Report, Result, Table, as_table, seeds_text
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired, within
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PerLayer
@@ -22,6 +23,7 @@ from fedsim.strategies import sgd
 METHODS = {"clipping": "Abadi, C = 4 a layer", "adaclip": "AdaCliP, corrected"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class PcaSettings(TunedSettings):
     """Keys of ``experiment.toml``."""
 
@@ -40,19 +42,18 @@ class Pca(TunedRates):
     """Central DP-SGD with ghost rows; one ledger holds the PCA and the training."""
 
     settings: PcaSettings
-    settings_type: ClassVar[type[Settings]] = PcaSettings
     methods = METHODS
 
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
         """Settings of one PCA and one training run."""
-        other = {"experiment", "seeds", "tuning_seeds", "epsilons", "rates", "whitened_rates"}
-        common = self.settings.model_dump(by_alias=True, exclude=other)
+        other = ("experiment", "seeds", "tuning-seeds", "epsilons", "rates", "whitened-rates")
+        common = as_table(self.settings, *other)
         return {**common, "epsilon": epsilon, "method": method, "rate": rate, "seed": seed}
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Run one PCA and train once: accuracy by epoch, and epsilon of both by their ledger."""
         x, y, (x_test, y_test) = load_images(
-            settings["dataset"], str(self.context.data), settings["examples"]
+            settings["dataset"], str(self.data), settings["examples"]
         )
         batch, delta = min(settings["batch"], len(y) / 2), settings["delta"]
         z_pca, z = _noise(settings, len(y), batch)

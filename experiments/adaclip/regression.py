@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field
 from torch import Tensor
 
 from experiments.framework.base import (
+    NOT_EMPTY,
     BestOfGrid,
     Experiment,
     ExperimentMember,
@@ -23,6 +23,7 @@ from experiments.framework.base import (
     Result,
     Settings,
     Table,
+    as_table,
     seeds_text,
 )
 from experiments.framework.spread import Difference, all_ahead, over_seeds, paired
@@ -61,6 +62,7 @@ class _Panel:
         return f"C = {self.bound:g}, " + (f"rate {self.rate:g}" if self.rate else "best rates")
 
 
+@dataclass(frozen=True, kw_only=True)
 class RegressionSettings(Settings):
     """Keys of ``experiment.toml``.
 
@@ -78,7 +80,7 @@ class RegressionSettings(Settings):
     steps: int
     paper_clip_norm: float = 1.0
     paper_rate: float = 0.01
-    rates: list[float] = Field(min_length=1)
+    rates: Annotated[list[float], NOT_EMPTY]
     noise_multiplier: float
     law: Literal["two-point", "normal"] = "two-point"
 
@@ -87,12 +89,11 @@ class Regression(Experiment):
     """Rows of single examples through the mechanisms alone; no epsilon is claimed."""
 
     settings: RegressionSettings
-    settings_type: ClassVar[type[Settings]] = RegressionSettings
 
     def members(self) -> list[ExperimentMember]:
         """One member for every C, dimension and method, with all rates and seeds."""
-        other = {"experiment", "dimensions", "clip_norms", "paper_clip_norm", "paper_rate"}
-        common = self.settings.model_dump(by_alias=True, exclude=other)
+        other = ("experiment", "dimensions", "clip-norms", "paper-clip-norm", "paper-rate")
+        common = as_table(self.settings, *other)
         return [
             ExperimentMember(
                 _name(method, bound, d),

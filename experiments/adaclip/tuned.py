@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from matplotlib.axes import Axes
-from pydantic import Field
 
-from experiments.framework.base import BestOfGrid, Experiment, ExperimentMember, Result, Settings
+from experiments.framework.base import (
+    NOT_EMPTY,
+    BestOfGrid,
+    Experiment,
+    ExperimentMember,
+    Result,
+    Settings,
+)
 from experiments.framework.spread import Difference, over_seeds, paired
 from fedsim.reports.plots import COLOURS, curve_style
+from fedsim.settings import Ge
 
 PRINTED = "paper, for its neural model"
 
 
+@dataclass(frozen=True, kw_only=True)
 class TunedSettings(Settings):
     """Keys of experiments of this kind.
 
@@ -35,11 +44,11 @@ class TunedSettings(Settings):
         follow them.
     """
 
-    seeds: int = Field(5, ge=1)
+    seeds: Annotated[int, Ge(1)] = 5
     epsilons: list[float]
-    rates: list[float] = Field(min_length=1)
-    whitened_rates: list[float] = Field(default_factory=list)
-    tuning_seeds: int = Field(1, ge=1)
+    rates: Annotated[list[float], NOT_EMPTY]
+    whitened_rates: list[float] = field(default_factory=list)
+    tuning_seeds: Annotated[int, Ge(1)] = 1
 
 
 class TunedRates(Experiment):

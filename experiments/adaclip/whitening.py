@@ -82,7 +82,7 @@ class Whitening(Mnist):
         """Train once, or compute both formulas' noise for the gradients at zero."""
         if settings.get("part") != SPECTRUM:
             return super().run(settings)
-        x, y, _ = load_images(settings["dataset"], str(self.context.data), settings["examples"])
+        x, y, _ = load_images(settings["dataset"], str(self.data), settings["examples"])
         whitening, optimal = noises(spread(x.double(), y))
         return {"whitening": whitening, "optimal": optimal}
 

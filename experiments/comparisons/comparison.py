@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from matplotlib.figure import Figure
-from pydantic import Field
 
-from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
+from experiments.curves import Curve, curves
+from experiments.framework.base import NOT_EMPTY, PaperClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
-from experiments.framework.curves import Curve, curves
-from experiments.framework.schema import Section
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
 
 
-class Method(Section):
+@dataclass(frozen=True, kw_only=True)
+class Method:
     """One method: its name, and the keys of the run that it changes."""
 
     name: str
-    keys: dict[str, Scalar] = Field(default_factory=dict)
+    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
-class Ahead(Section):
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
     """A claim of a paper: one method ends with a higher accuracy than another."""
 
     name: str
@@ -33,20 +34,20 @@ class Ahead(Section):
     behind: str
 
 
+@dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``."""
 
     title: str
-    rates: list[float] = Field(min_length=1)  # the common grid of all methods
-    methods: list[Method] = Field(min_length=1)
-    claims: list[Ahead] = Field(default_factory=list)
+    rates: Annotated[list[float], NOT_EMPTY]  # the common grid of all methods
+    methods: Annotated[list[Method], NOT_EMPTY]
+    claims: list[Ahead] = field(default_factory=list)
 
 
 class Comparison(ConfigRuns):
     """Each method at its best rate by test accuracy; the choice's privacy cost is not charged."""
 
     settings: ComparisonSettings
-    settings_type: ClassVar[type[Settings]] = ComparisonSettings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """Every method with every rate."""

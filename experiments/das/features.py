@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from experiments.framework.schema import Section
 from fedsim import datasets
 from fedsim.errors import FedsimError
+from fedsim.settings import Ge
 
 FILE = "features.npz"
 NORM = 10.0
@@ -21,7 +22,8 @@ _BATCH = 64
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class Extractor(Section):
+@dataclass(frozen=True, kw_only=True)
+class Extractor:
     """Data set and network for `write_features`.
 
     Attributes
@@ -36,7 +38,7 @@ class Extractor(Section):
 
     dataset: str
     weights: str
-    side: int = Field(224, ge=32)
+    side: Annotated[int, Ge(32)] = 224
 
 
 def write_features(extractor: Extractor, data: Path, path: Path) -> None:

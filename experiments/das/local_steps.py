@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from pydantic import Field
 
 from experiments.das.quadratic import METHODS, descend
 from experiments.framework.base import (
     FLAT,
+    NOT_EMPTY,
     BestOfGrid,
     Experiment,
     ExperimentMember,
@@ -27,6 +28,7 @@ from experiments.framework.spread import all_ahead, listed, over_seeds, paired, 
 from fedsim.cohorts import FullCohort
 from fedsim.privacy import calibrate
 from fedsim.reports.plots import COLOURS, curve_style, grid
+from fedsim.settings import Ge, Gt, Lt
 
 PANELS = {"rate": "One rate", "path": "One path length"}
 """Panels, by the quantity that is equal at every number of steps: eta, or E eta."""
@@ -35,6 +37,7 @@ PANELS = {"rate": "One rate", "path": "One path length"}
 TICKS = (0.5, 1, 2, 5, 10)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LocalStepsSettings(Settings):
     """Keys of ``experiment.toml``.
 
@@ -51,21 +54,21 @@ class LocalStepsSettings(Settings):
         Number of seeds (1, 2, ...) by which lengths are chosen; the ``seeds`` after them judge.
     """
 
-    seeds: int = Field(5, ge=1)
-    clients: int = Field(100, ge=1)
-    dimension: int = Field(200, ge=2)
-    columns: int = Field(20, ge=1)
-    rounds: int = Field(500, ge=1)
-    epsilon: float = Field(5.0, gt=0)
-    delta: float = Field(1e-6, gt=0, lt=1)
-    problem_seed: int = Field(1, ge=0)
-    heterogeneity: float = Field(0.1, ge=0)
-    start: float = Field(1.0, gt=0)
-    rate: float = Field(gt=0)
-    reference_steps: int = Field(20, ge=1)
-    local_steps: list[int] = Field(min_length=2)
-    lengths: list[float] = Field(min_length=1)
-    tuning_seeds: int = Field(1, ge=1)
+    seeds: Annotated[int, Ge(1)] = 5
+    clients: Annotated[int, Ge(1)] = 100
+    dimension: Annotated[int, Ge(2)] = 200
+    columns: Annotated[int, Ge(1)] = 20
+    rounds: Annotated[int, Ge(1)] = 500
+    epsilon: Annotated[float, Gt(0)] = 5.0
+    delta: Annotated[float, Gt(0), Lt(1)] = 1e-6
+    problem_seed: Annotated[int, Ge(0)] = 1
+    heterogeneity: Annotated[float, Ge(0)] = 0.1
+    start: Annotated[float, Gt(0)] = 1.0
+    rate: Annotated[float, Gt(0)]
+    reference_steps: Annotated[int, Ge(1)] = 20
+    local_steps: Annotated[list[int], NOT_EMPTY]
+    lengths: Annotated[list[float], NOT_EMPTY]
+    tuning_seeds: Annotated[int, Ge(1)] = 1
 
 
 class Point(NamedTuple):
@@ -80,7 +83,6 @@ class LocalSteps(Experiment):
     """Runs of `quadratic` with E varied; noise and privacy do not depend on E."""
 
     settings: LocalStepsSettings
-    settings_type: ClassVar[type[Settings]] = LocalStepsSettings
 
     def members(self) -> list[ExperimentMember]:
         """Every length at every point, with the tuning seeds."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Result as Trained
-from pydantic import Field
 
 from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
 from experiments.das.quadratic_pictures import curves, trajectories
@@ -21,15 +21,17 @@ from experiments.framework.base import (
     Result,
     Settings,
     Table,
+    as_table,
+    read_table,
     seeds_text,
 )
-from experiments.framework.schema import Section
 from experiments.framework.spread import Difference, all_ahead, listed, over_seeds, paired
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping, Mechanism, Normalization
 from fedsim.privacy import calibrate
+from fedsim.settings import Ge, Gt, Lt
 from fedsim.strategies import DPFedAvg
 
 METHODS = ("clipping", "normalization")
@@ -38,31 +40,33 @@ TAIL = 25  # last rounds over which a final distance is averaged
 EVERY = 5  # rounds between two stored values
 
 
-class Case(Section):
+@dataclass(frozen=True, kw_only=True)
+class Case:
     """One case: heterogeneity and start of the problem, rate, and clip norm.
 
     ``panel`` says whether it is a panel of the pictures and claims.
     """
 
     name: str
-    heterogeneity: float = Field(0.1, ge=0)
-    start: float = Field(1.0, gt=0)
-    lr: float = Field(gt=0)
-    clip_norm: float = Field(gt=0)
+    heterogeneity: Annotated[float, Ge(0)] = 0.1
+    start: Annotated[float, Gt(0)] = 1.0
+    lr: Annotated[float, Gt(0)]
+    clip_norm: Annotated[float, Gt(0)]
     panel: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
 class QuadraticSettings(Settings):
     """Keys of ``experiment.toml``."""
 
-    clients: int = Field(100, ge=1)
-    dimension: int = Field(200, ge=2)
-    columns: int = Field(20, ge=1)
-    rounds: int = Field(500, ge=1)
-    steps: int = Field(20, ge=1)
-    epsilon: float = Field(5.0, gt=0)
-    delta: float = Field(1e-6, gt=0, lt=1)
-    problem_seed: int = Field(1, ge=0)
+    clients: Annotated[int, Ge(1)] = 100
+    dimension: Annotated[int, Ge(2)] = 200
+    columns: Annotated[int, Ge(1)] = 20
+    rounds: Annotated[int, Ge(1)] = 500
+    steps: Annotated[int, Ge(1)] = 20
+    epsilon: Annotated[float, Gt(0)] = 5.0
+    delta: Annotated[float, Gt(0), Lt(1)] = 1e-6
+    problem_seed: Annotated[int, Ge(0)] = 1
     cases: list[Case]
 
 
@@ -70,18 +74,17 @@ class Quadratic(Experiment):
     """Runs of `DPFedAvg` in which the clients' steps are computed in closed form."""
 
     settings: QuadraticSettings
-    settings_type: ClassVar[type[Settings]] = QuadraticSettings
 
     def members(self) -> list[ExperimentMember]:
         """Each case and method: without noise (seed 0), then one run per seed."""
-        common = self.settings.model_dump(by_alias=True, exclude={"cases", "seeds", "experiment"})
+        common = as_table(self.settings, "cases", "seeds", "experiment")
         z = self.noise_multiplier
         return [
             ExperimentMember(
                 f"{case.name} {method} seed={seed}",
                 {
                     **common,
-                    "case": case.model_dump(by_alias=True, exclude={"panel"}),
+                    "case": as_table(case, "panel"),
                     "method": method,
                     "seed": seed,
                     "noise-multiplier": z if seed else 0.0,
@@ -206,7 +209,7 @@ class Quadratic(Experiment):
 
 def descend(settings: Mapping[str, Any]) -> Result:
     """Run `DPFedAvg` on the problem once; see `Quadratic.run` for the result."""
-    case = Case.model_validate(settings["case"])
+    case = read_table(Case, settings["case"])
     problem = LeastSquares(
         settings["clients"],
         settings["dimension"],

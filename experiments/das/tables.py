@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,13 +15,13 @@ from experiments.framework.base import (
     PaperClaim,
     Report,
     Result,
-    Settings,
     Table,
+    digest,
+    read_table,
     seeds_text,
 )
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
 from experiments.framework.spread import Difference, paired, within
-from experiments.framework.stored import digest
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.runs.metrics import Row
@@ -31,6 +31,7 @@ SAME = 0.2  # percentage points within which two methods agree
 FEDAVG = "fedavg"
 
 
+@dataclass(frozen=True, kw_only=True)
 class DasSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``; they vary the run of ``run.toml`` in the same directory.
 
@@ -41,34 +42,36 @@ class DasSettings(ConfigRunsSettings):
 
     epsilons: list[float]
     clip_norms: list[float]
-    features: Extractor | None = None
+    features: dict[str, Scalar] = field(default_factory=dict)
 
 
 class Das(ConfigRuns):
     """Each member is one run of ``run.toml`` with some keys set."""
 
     settings: DasSettings
-    settings_type: ClassVar[type[Settings]] = DasSettings
     last: ClassVar[int] = 5
 
     def prepare(self, out: Path) -> None:
         """Compute the features, unless the user or an earlier call has."""
         super().prepare(out)
-        extractor = self.settings.features
-        if extractor is None or (self.context.data / FILE).is_file():
+        if not self.settings.features or (self.data / FILE).is_file():
             return
-        made = out / f"features-{digest(extractor.model_dump())[:8]}"
+        made = out / f"features-{digest(self._features)[:8]}"
         if not (made / FILE).is_file():
             made.mkdir(exist_ok=True)
-            write_features(extractor, self.context.data, made / FILE)
-        self.context = replace(self.context, data=made)
+            write_features(Extractor(**self._features), self.data, made / FILE)
+        self.data = made
 
     def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
         """Settings of the run's config, and of the features' extractor."""
         settings = super().member_settings(changes)
-        if self.settings.features is not None:
-            settings["features"] = self.settings.features.model_dump()
+        if self.settings.features:
+            settings["features"] = self._features
         return settings
+
+    @property
+    def _features(self) -> dict[str, Any]:
+        return asdict(read_table(Extractor, self.settings.features, "features."))
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """FedAvg, then every combination of epsilon, C and method."""

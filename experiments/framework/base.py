@@ -1,4 +1,4 @@
-"""Base classes of experiments: independent members, and a report of all of them.
+"""What an experiment consists of: settings, independent members, and a report of their results.
 
 A member is one training run or one computation, a function of its settings alone. Its result
 is a small mapping of JSON values that is kept on disk, so that an interrupted experiment can be
@@ -9,24 +9,33 @@ reproduced here, not reproduced, or not decided.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from matplotlib.figure import Figure
-from pydantic import Field
 
-from experiments.framework.schema import Section
+from fedsim.arguments import shown
 from fedsim.config import Scalar
+from fedsim.errors import FedsimError
+from fedsim.settings import REQUIRED, Constraint, Ge, Setting, read_setting, settings_of
+from fedsim.synonyms import closest
 
 Result = dict[str, Any]
 """Result of a member, as JSON values: numbers or lists of numbers by name."""
 
+Row = Sequence[str | float | None]
+"""A row of a table: texts and numbers; None is an empty cell."""
+
 FLAT = 0.5
 """Smallest difference that matters in practice: percentage points, or decibels of an error."""
+
+NOT_EMPTY = Constraint(bool, "a list that is not empty")
 
 Verdict = Literal["reproduced", "not reproduced", "not decided"]
 _VERDICTS: dict[bool | None, Verdict] = {
@@ -35,41 +44,79 @@ _VERDICTS: dict[bool | None, Verdict] = {
     None: "not decided",
 }
 
-S = TypeVar("S", bound="Settings")
+T = TypeVar("T")
 
 
-class Settings(Section):
-    """The keys that every ``experiment.toml`` has.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The keys that every ``experiment.toml`` has; subclasses add their own.
 
     Attributes
     ----------
     experiment : str
-        The kind of experiment, a key of `directories.KINDS`.
+        Module and class of the experiment below ``experiments/``, such as ``das.tables:Das``.
     seeds : int
         Number of seeds.
     """
 
     experiment: str
-    seeds: int = Field(3, ge=1)
+    seeds: Annotated[int, Ge(1)] = 3
 
 
-@dataclass(frozen=True)
-class Context:
-    """Paths of an experiment, and the engine that it uses.
+def read_table(kind: type[T], tree: Mapping[str, Any], where: str = "") -> T:
+    """An object of a dataclass from a table of TOML, whose keys are its fields in kebab-case.
 
-    Attributes
-    ----------
-    directory : Path
-        The experiment's directory: ``experiment.toml``, configs, judgement, stored results.
-    data : Path
-        Folder of data sets.
-    engine : mapping of str to scalar
-        Keys ``engine.*`` for members that are runs of a config; no result depends on them.
+    A field is a setting (see `fedsim.settings`), a dataclass, or a list or dict of these.
+
+    Raises
+    ------
+    FedsimError
+        Naming the first key, after ``where``, that is unknown, missing, or has a value that is not
+        allowed.
     """
+    settings = {setting.key: setting for setting in settings_of(kind)}
+    for key in tree:
+        if key not in settings:
+            hint = closest("key", key, settings)
+            raise FedsimError(
+                f"unknown key '{where}{key}';{hint} must be one of {', '.join(settings)}."
+            )
+    values = {}
+    for key, setting in settings.items():
+        if key in tree:
+            values[setting.name] = _read(setting, tree[key], where + key)
+        elif setting.default is REQUIRED:
+            raise setting.absent(where + key)
+    return kind(**values)
 
-    directory: Path
-    data: Path
-    engine: Mapping[str, Scalar] = field(default_factory=dict)
+
+def _read(setting: Setting, value: Any, key: str) -> Any:
+    kind: Any = setting.type
+    container, of = get_origin(kind), get_args(kind)
+    if container is list or container is dict or is_dataclass(kind):
+        expected, words = (list, "a list") if container is list else (dict, "a table")
+        if not isinstance(value, expected):
+            raise FedsimError(f"{key} = {shown(value)}; it must be {words}.")
+    if container is list:
+        one = replace(setting, type=of[0], metadata=())
+        value = [_read(one, inner, f"{key}[{k}]") for k, inner in enumerate(value)]
+    elif container is dict:
+        one = replace(setting, type=of[1], metadata=())
+        value = {name: _read(one, inner, f"{key}.{name}") for name, inner in value.items()}
+    elif isinstance(kind, type) and is_dataclass(kind):
+        return read_table(kind, value, f"{key}.")
+    return read_setting(setting, value, key)
+
+
+def as_table(settings: Any, *without: str) -> dict[str, Any]:
+    """Fields of a dataclass by their kebab-case keys, but those ``without``."""
+    values = {one.key: getattr(settings, one.name) for one in settings_of(settings)}
+    return {key: value for key, value in values.items() if key not in without}
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """Short hash of a member's settings, by which its result and its run are found."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -79,7 +126,7 @@ class ExperimentMember:
     Attributes
     ----------
     name : str
-        Unique name; its file is named by it.
+        Unique name.
     settings : mapping of JSON values
         Everything that the result depends on, except the code and the data.
     cell : str, optional
@@ -98,28 +145,24 @@ class ExperimentMember:
 
 @dataclass(frozen=True)
 class Table:
-    """A table for the terminal and for a CSV file.
+    """A table of a page.
 
     Attributes
     ----------
     name : str
-        Name of the CSV file, without its ending.
+        Name by which a panel in ``judgement.toml`` shows it.
     title : str
     columns : sequence of str
-    rows : sequence of rows
-        Texts and numbers; None is an empty cell.
+    rows : sequence of Row
     digits : int
-        Digits of numbers in the terminal; a CSV has all of them.
-    shown : bool
-        Whether it is printed on the terminal.
+        Digits of numbers.
     """
 
     name: str
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str | float | None]]
+    rows: Sequence[Row]
     digits: int = 2
-    shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,8 +172,9 @@ class PaperClaim:
     Attributes
     ----------
     name : str
+        Its key in ``judgement.toml``.
     panel : str
-        The paper's figure or table that it is about.
+        The figure or table that it is about.
     says : str
         The claim, as a sentence.
     reproduced : bool or None
@@ -210,15 +254,27 @@ class Report:
 
 
 class Experiment(ABC):
-    """Base class; subclasses declare `settings_type`, and annotate ``settings`` with it."""
+    """Base class; a subclass annotates ``settings`` with the type that its TOML is read as.
 
-    settings_type: ClassVar[type[Settings]]
+    Attributes
+    ----------
+    settings : Settings
+    directory : Path
+        The experiment's directory: ``experiment.toml``, configs, judgement, stored results.
+    data : Path
+        Folder of data sets.
+    engine : mapping of str to scalar
+        Keys ``engine.*`` for members that are runs of a config; no result depends on them.
+    """
+
+    settings: Settings
     partial: ClassVar[bool] = False
     """Whether `followers` and `report` accept the results of only some of the members."""
 
-    def __init__(self, settings: Settings, context: Context) -> None:
-        self.settings = settings
-        self.context = context
+    def __init__(
+        self, settings: Settings, directory: Path, data: Path, engine: Mapping[str, Scalar]
+    ) -> None:
+        self.settings, self.directory, self.data, self.engine = settings, directory, data, engine
 
     def prepare(self, out: Path) -> None:  # noqa: B027 - most experiments need nothing
         """Prepare what all members need, below ``out``; called before the first one is run."""
@@ -230,11 +286,6 @@ class Experiment(ABC):
     def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
         """Members that depend on the results of `members`, such as fresh seeds at chosen rates."""
         return []
-
-    @property
-    def has_followers(self) -> bool:
-        """Whether there may be members beyond those of `members`."""
-        return type(self).followers is not Experiment.followers
 
     @abstractmethod
     def run(self, settings: Mapping[str, Any]) -> Result:

@@ -7,10 +7,10 @@ its ledger is verified before its result is accepted.
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,14 +19,13 @@ import numpy.typing as npt
 
 from experiments.framework.base import (
     BestOfGrid,
-    Context,
     Experiment,
     ExperimentMember,
     Result,
     Settings,
+    digest,
 )
 from experiments.framework.spread import mean_text, over_seeds
-from experiments.framework.stored import digest
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.tables import Choice, ConfigTable
 from fedsim.errors import FedsimError
@@ -34,7 +33,7 @@ from fedsim.privacy import Ledger
 from fedsim.reports.verification import verify_run
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row
-from fedsim.runs.record import RunRecord
+from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.run_ledgers import clients_ledgers
 from fedsim.runs.runner import run as run_config
@@ -43,6 +42,7 @@ from fedsim.settings import settings_of
 Floats = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True, kw_only=True)
 class ConfigRunsSettings(Settings):
     """Keys of every experiment of this kind.
 
@@ -99,30 +99,40 @@ class ConfigRuns(Experiment):
     """Base class; subclasses define the changed keys (`plans`), and a run's result (`summary`)."""
 
     settings: ConfigRunsSettings
-    settings_type: ClassVar[type[Settings]] = ConfigRunsSettings
     last: ClassVar[int] = 1
     """Number of last evaluated rounds over which a final accuracy is averaged."""
 
-    def __init__(self, settings: ConfigRunsSettings, context: Context) -> None:
-        super().__init__(settings, context)
-        changes: dict[str, Scalar] = {}
-        if settings.rounds:
-            changes["rounds"] = settings.rounds
-        if settings.max_examples:
-            changes["partition.max-examples"] = settings.max_examples
-        self.base = RunConfig.load(context.directory / "run.toml").replace(**changes)
-        self.pretraining: RunConfig | None = None
-        if settings.pretraining:
-            pretraining = RunConfig.load(context.directory / settings.pretraining)
-            self.pretraining = pretraining.replace(**changes)
-        self.weights: Path | None = None
-        self.runs = Path("runs")
+    weights: Path | None = None
+    """The pretrained model, once it has been trained."""
+    runs = Path("runs")
+
+    @cached_property
+    def base(self) -> RunConfig:
+        """The run that is varied."""
+        return self._config("run.toml")
+
+    @cached_property
+    def pretraining(self) -> RunConfig | None:
+        """The run from whose model members start, if there is one."""
+        return self._config(self.settings.pretraining) if self.settings.pretraining else None
+
+    def _config(self, name: str) -> RunConfig:
+        settings = self.settings
+        changes = {"rounds": settings.rounds, "partition.max-examples": settings.max_examples}
+        config = RunConfig.load(self.directory / name)
+        return config.replace(**{key: value for key, value in changes.items() if value})
 
     def prepare(self, out: Path) -> None:
-        """Train the model that members start from, unless an earlier call did."""
-        self.runs = out / "runs"
+        """Train the model that members start from, or continue to; once trained, it is kept."""
+        self.runs = out.absolute() / "runs"
         if self.pretraining is not None:
-            self.weights = _trained(self.pretraining, self.context.data, out)
+            directory = self.runs / f"pretraining-{digest(chosen(self.pretraining))}"
+            if not directory.is_dir():  # it has this name once it has finished
+                unfinished = directory.with_name(f".{directory.name}")
+                config = self.pretraining.replace(**{"data.dir": str(self.data)})
+                _finished(config, unfinished)
+                unfinished.replace(directory)
+            self.weights = directory / "model.safetensors"
 
     @abstractmethod
     def plans(self) -> dict[str, dict[str, Scalar]]:
@@ -159,9 +169,7 @@ class ConfigRuns(Experiment):
             If the run's files do not agree with its ledger.
         """
         directory = self.runs / digest(settings)
-        result = run_config(self.config_of(settings), out=directory, resume=True)
-        if result.ended == "interrupted":
-            raise KeyboardInterrupt
+        result = _finished(self.config_of(settings), directory)
         return self.summary(result.metrics) | _verified(directory)
 
     def resolve(self, settings: Mapping[str, Any]) -> Resolved:
@@ -170,9 +178,9 @@ class ConfigRuns(Experiment):
 
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
         """The config of a member."""
-        changes: dict[str, Scalar] = {"data.dir": str(self.context.data)}
-        changes |= self.context.engine
-        if "engine.name" not in self.context.engine:
+        changes: dict[str, Scalar] = {"data.dir": str(self.data)}
+        changes |= self.engine
+        if "engine.name" not in self.engine:
             # Members run in parallel processes already: workers within each would be too many.
             changes.setdefault("engine.workers", 1)
         if self.weights is not None:
@@ -253,19 +261,9 @@ def _verified(directory: Path) -> Result:
     return {"ledger": heads[0] if len(heads) == 1 else digest({"heads": heads})}
 
 
-def _trained(config: RunConfig, data: Path, out: Path) -> Path:
-    """Train a config once below ``out``; returns its model's file.
-
-    The run's directory gets its final name only when the run has finished.
-    """
-    digest = hashlib.sha256(repr(sorted(chosen(config).items())).encode()).hexdigest()
-    directory = out.absolute() / f"{config.name}-{digest[:8]}"
-    if not directory.is_dir():
-        unfinished = directory.with_name(f".{directory.name}")
-        result = run_config(
-            config.replace(**{"data.dir": str(data)}), out=unfinished, overwrite=True
-        )
-        if result.ended == "interrupted":
-            raise KeyboardInterrupt
-        unfinished.replace(directory)
-    return directory / "model.safetensors"
+def _finished(config: RunConfig, directory: Path) -> RunResult:
+    """The result of a run that is made, or resumed, in a directory."""
+    result = run_config(config, out=directory, resume=True)
+    if result.ended == "interrupted":
+        raise KeyboardInterrupt
+    return result

@@ -1,310 +1,380 @@
-"""Run an experiment: its missing members, or a portion of them, then the report."""
+"""Load an experiment from its directory, run its missing members, and store their results."""
 
 from __future__ import annotations
 
-import csv
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
-from itertools import islice
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from typing import Any, get_type_hints
 
 import torch
 
 import experiments
-from experiments.framework.base import Experiment, ExperimentMember, Report, Result, Table
-from experiments.framework.directories import load
-from experiments.framework.judgement import Judgement, faults
-from experiments.framework.store import Store
-from experiments.framework.stored import Stored, StoredResult, gathered
-from fedsim import allowed_code
+from experiments.framework.base import Experiment, ExperimentMember, Result, digest, read_table
+from experiments.framework.config_runs import ConfigRuns
+from fedsim import allowed_code, regular_files
+from fedsim.config import RunConfig, Scalar
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
+from fedsim.privacy.durable import replace
 from fedsim.process import die_with_parent
-from fedsim.reports.plots import save
+from fedsim.synonyms import closest
+
+DIGITS = 6
+"""Significant digits of a stored number; results are judged as stored."""
 
 _MARKER = ".fedsim-experiment"
 
-Observer = Callable[[str, int, int], None]
-"""Called with a member's name, the number of finished members, and the number of all."""
+
+def directories() -> dict[str, Path]:
+    """Directories of this checkout's experiments, by name."""
+    found = Path(experiments.__file__).parent.rglob("experiment.toml")
+    return {path.parent.name: path.parent for path in sorted(found, key=lambda p: p.parent.name)}
 
 
-@dataclass(frozen=True)
-class Portion:
-    """Selection of the members to run now.
-
-    Attributes
-    ----------
-    only : str
-        Shell pattern that a member's name must match.
-    limit : int or None
-        Most members to run.
-    again : bool
-        Whether to run members whose results the experiment's directory already stores.
-    """
-
-    only: str = "*"
-    limit: int | None = None
-    again: bool = False
-
-    def of(
-        self, members: Sequence[ExperimentMember], done: Mapping[str, StoredResult], store: Store
-    ) -> list[ExperimentMember]:
-        """The members to run, in their order."""
-        return [
-            member
-            for member in members
-            if fnmatchcase(member.name, self.only)
-            and (store.get(member) is None if self.again else member.name not in done)
-        ]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of `run_experiment`.
-
-    Attributes
-    ----------
-    report : Report or None
-        None if too few members have been run for one.
-    stored : Stored
-        Results so far, to be saved with `Stored.save`.
-    missing : int
-        Number of known members that have not been run.
-    judgement : Judgement or None
-        The judgement in the experiment's directory; None for a quick run or another seed number.
-    faults : list of str
-        Reasons why the report is not valid; see `judgement.faults`.
-    files : list of Path
-        The tables and pictures that were written.
-    quick : bool
-        Whether this was the quick version.
-    """
-
-    report: Report | None
-    stored: Stored
-    missing: int
-    judgement: Judgement | None
-    faults: list[str]
-    files: list[Path]
-    quick: bool
-
-
-def run_experiment(
-    directory: Path,
-    out: Path,
-    *,
-    data: Path = Path("data"),
-    seeds: int | None = None,
-    quick: bool = False,
-    workers: int = 0,
-    portion: Portion | None = None,
-    engine: Iterable[str] = (),
-    observer: Observer | None = None,
-) -> Outcome:
-    """Run members without results in the directory or ``out``; write tables, pictures and figures.
-
-    Parameters
-    ----------
-    directory : path
-        Directory with an ``experiment.toml``, and perhaps stored results; see `find`.
-    out : path
-        Results of members are kept in ``out/members``.
-    data, seeds, quick
-        As for `load`.
-    workers : int
-        Number of processes; 0 for one per core.
-    portion : Portion, optional
-        Which members to run; by default all that are missing.
-    engine : iterable of str
-        ``engine.KEY=VALUE``: the engine of members.
-    observer : callable, optional
-        Called after each member.
+def find(name: str) -> Path:
+    """Directory of an experiment, given by name or as a path to a user's own directory.
 
     Raises
     ------
     FedsimError
-        If anything in the file is wrong, or ``out`` holds files that are not an experiment's.
+        If there is none.
     """
-    experiment = load(directory, data=data, seeds=seeds, quick=quick, engine=engine)
+    known = directories()
+    if (Path(name) / "experiment.toml").is_file():
+        return Path(name)
+    if name not in known:
+        hint = closest("experiment", name, known)
+        raise FedsimError(
+            f"there is no experiment '{name}';{hint} must be one of {', '.join(known)}, or "
+            "a directory with an experiment.toml."
+        )
+    return known[name]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Content of a TOML file of an experiment; an error is a sentence that names the file."""
+    try:
+        return regular_files.read_toml(path)
+    except (OSError, ValueError) as error:
+        raise FedsimError(f"{path} cannot be read: {error}.") from None
+
+
+def load(
+    directory: Path, *, data: Path, quick: bool = False, engine: Iterable[str] = ()
+) -> Experiment:
+    """Load the experiment of a directory.
+
+    Parameters
+    ----------
+    directory : path
+    data : path
+        Folder of data sets.
+    quick : bool
+        Apply the table ``[quick]``: a small version, to see that everything works.
+    engine : iterable of str
+        ``engine.KEY=VALUE``: the engine of members that are runs of a config.
+
+    Raises
+    ------
+    FedsimError
+        If anything in the file is wrong.
+    """
+    tree = read_toml(directory / "experiment.toml")
+    smaller = tree.pop("quick", {})
+    kind, keys = _kind(tree.get("experiment")), _engine_keys(engine)
+    if keys and not issubclass(kind, ConfigRuns):
+        raise FedsimError(
+            f"--set {', '.join(keys)}; it must be left out: the members of {directory.name} are no "
+            "runs of a config, and have no engine."
+        )
+    allowed_code.allow([experiments.__name__])  # their configs name code of this package
+    settings = read_table(get_type_hints(kind)["settings"], tree | smaller if quick else tree)
+    return kind(settings, directory, data, keys)
+
+
+def _kind(name: object) -> type[Experiment]:
+    module, _, attribute = str(name).partition(":")
+    path = Path(experiments.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    kind = path.is_file() and getattr(import_module(f"experiments.{module}"), attribute, None)
+    if not (isinstance(kind, type) and issubclass(kind, Experiment)):
+        raise FedsimError(
+            f"experiment = {name!r}; it must be a module and a class of experiments/, such as "
+            "das.tables:Das."
+        )
+    return kind
+
+
+def _engine_keys(overrides: Iterable[str]) -> dict[str, Scalar]:
+    """Parse ``engine.KEY=VALUE`` to the config keys that it changes."""
+    for text in overrides:
+        if not text.startswith("engine."):
+            raise FedsimError(
+                f"--set {text}; it must be engine.KEY=VALUE, which no result depends on: what an "
+                "experiment is made of stands in its directory."
+            )
+    changed, defaults = (RunConfig.of(texts).to_run_config() for texts in (overrides, ()))
+    return {key: value for key, value in changed.items() if value != defaults.get(key)}
+
+
+@dataclass(frozen=True)
+class StoredResult:
+    """Stored result of one member.
+
+    Attributes
+    ----------
+    settings : str
+        The `digest` of the member's settings.
+    result : Result
+    seconds : float or None
+        Seconds of one core; None for a run on a GPU, or if only the total of all members is known.
+    """
+
+    settings: str
+    result: Result
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Results of all members, or of those that have been run so far: ``results.json``.
+
+    Attributes
+    ----------
+    members : mapping of str to StoredResult
+        Results by the member's name.
+    untimed : float
+        Total seconds of one core of the members without seconds of their own.
+    """
+
+    members: Mapping[str, StoredResult] = field(default_factory=dict)
+    untimed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds of one core."""
+        return self.untimed + sum(member.seconds or 0.0 for member in self.members.values())
+
+    @property
+    def on_gpu(self) -> int:
+        """Number of runs on a GPU, which have no seconds of a core."""
+        return 0 if self.untimed else sum(one.seconds is None for one in self.members.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all results and their settings, in twelve digits."""
+        results = {name: member.result for name, member in self.members.items()}
+        settings = {name: member.settings for name, member in self.members.items()}
+        content = json.dumps([results, settings], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    @classmethod
+    def load(cls, directory: Path) -> Stored:
+        """Read an experiment's ``results.json``; empty if there is none.
+
+        Raises
+        ------
+        FedsimError
+            If the file is there and cannot be read.
+        """
+        path = directory / "results.json"
+        if not path.is_file():
+            return cls()
+        try:
+            tree = json.loads(regular_files.read_text(path))
+            members = {name: StoredResult(**member) for name, member in tree["members"].items()}
+            return cls(members, float(tree["seconds"]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise FedsimError(f"{path} cannot be read: {error!r}.") from None
+
+    def save(self, directory: Path) -> None:
+        """Write the file, with one line per member."""
+        lines = []
+        for name, member in sorted(self.members.items()):
+            content: dict[str, Any] = {"settings": member.settings, "result": member.result}
+            if member.seconds is not None:
+                content["seconds"] = round(member.seconds, 1)
+            written = json.dumps(content, separators=(",", ":"))
+            lines.append(f"  {json.dumps(name)}: {written}")
+        text = f'{{"seconds": {round(self.untimed)}, "members": {{\n' + ",\n".join(lines) + "\n}}\n"
+        replace(directory / "results.json", text.encode())
+
+    def get(self, member: ExperimentMember) -> StoredResult | None:
+        """Stored result of a member; None if there is none for its present settings."""
+        stored = self.members.get(member.name)
+        return stored if stored and stored.settings == digest(member.settings) else None
+
+
+def shortened(value: Any) -> Any:
+    """Round all numbers to `DIGITS` significant digits, in lists and mappings of any depth."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: shortened(inner) for name, inner in value.items()}
+    return [shortened(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Results of members as they finish, with a file for each."""
+
+    directory: Path
+
+    def get(self, member: ExperimentMember) -> StoredResult | None:
+        """Result of a member; None if there is none for its settings."""
+        try:
+            return StoredResult(**json.loads(regular_files.read_text(self._path(member))))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def put(self, member: ExperimentMember, result: Result, seconds: float | None) -> None:
+        """Store a result and its seconds of one core (None on a GPU)."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        stored = StoredResult(digest(member.settings), shortened(result), seconds)
+        replace(self._path(member), json.dumps(vars(stored)).encode())
+
+    def _path(self, member: ExperimentMember) -> Path:
+        return self.directory / f"{digest(member.settings)}.json"
+
+
+def gathered(
+    experiment: Experiment, result_of: Callable[[ExperimentMember], StoredResult | None]
+) -> tuple[dict[str, StoredResult], list[ExperimentMember]]:
+    """Existing results of an experiment's members, and all members that are known.
+
+    Followers are known once the members on which they depend have been run.
+    """
+    members = experiment.members()
+    results = {m.name: result for m in members if (result := result_of(m)) is not None}
+    if len(results) == len(members) or experiment.partial:
+        followers = experiment.followers({name: one.result for name, one in results.items()})
+        members = [*members, *followers]
+        results |= {m.name: result for m in followers if (result := result_of(m)) is not None}
+    return results, members
+
+
+def run_members(
+    experiment: Experiment,
+    out: Path,
+    *,
+    workers: int = 0,
+    only: str = "*",
+    again: bool = False,
+    observer: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Stored:
+    """Run members without a result in the experiment's directory or ``out``; returns all results.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    out : path
+        Results of members are kept in ``out/members``.
+    workers : int
+        Number of processes; 0 for one per core.
+    only : str
+        Shell pattern that the names of members to run match.
+    again : bool
+        Whether to run members whose results the experiment's directory stores.
+    observer : callable
+        Called with a member's name, the number of finished members and that of all: at the start
+        (without a name), and after each member.
+
+    Raises
+    ------
+    FedsimError
+        If a member is refused, or ``out`` holds files that are not an experiment's.
+    """
     _claim(out)
-    portion, tell = portion or Portion(), observer or (lambda name, done, total: None)
-    store, stored = Store(out / "members"), Stored.load(directory)
+    finished, stored = Finished(out / "members"), Stored.load(experiment.directory)
 
     def result_of(member: ExperimentMember) -> StoredResult | None:
-        return store.get(member) or stored.get(member)
+        return finished.get(member) or stored.get(member)
+
+    def missing(member: ExperimentMember) -> bool:
+        return (finished.get if again else result_of)(member) is None
 
     done, members = gathered(experiment, result_of)
-    tell("", len(done), len(members))
-    left = len(members) if portion.limit is None else portion.limit
-    while work := portion.of(members, done, store)[:left]:
+    observer("", len(done), len(members))
+    while work := [m for m in members if fnmatchcase(m.name, only) and missing(m)]:
         experiment.prepare(out)
-        for member, result, seconds in _work(experiment, work, workers, store):
-            store.put(member, result, seconds)
-            done[member.name] = StoredResult("", result)
-            tell(member.name, len(done), len(members))
-        if portion.limit is not None:
-            left -= len(work)
+        names = set(done)
+        for member in _work(experiment, work, workers, finished):
+            names.add(member.name)
+            observer(member.name, len(names), len(members))
         # New results may have made followers known: look again.
         done, members = gathered(experiment, result_of)
-    missing = len(members) - len(done)
-    report = None
-    if done and (not missing or experiment.partial):
-        report = experiment.report({name: one.result for name, one in done.items()})
-    judged = (directory / "judgement.toml").is_file() and not quick and seeds is None
-    judgement = Judgement.load(directory) if judged else None
-    untimed = stored.untimed if any(one.seconds is None for one in done.values()) else 0.0
-    return Outcome(
-        report,
-        Stored(done, untimed),
-        missing,
-        judgement,
-        faults(experiment, report, judgement) if report is not None else [],
-        _write(out, report) if report is not None else [],
-        quick,
-    )
+    return Stored(done, stored.untimed if any(one.seconds is None for one in done.values()) else 0)
 
 
 def _claim(out: Path) -> None:
     """Mark a new or empty directory as an experiment's; refuse one with other files."""
-    marker = out / _MARKER
-    if marker.exists():
-        return
-    if out.is_dir() and any(out.iterdir()):
+    if out.exists() and not out.is_dir():
+        raise FedsimError(f"--out {out} is a file; it must be a directory.")
+    if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).exists():
         raise FedsimError(
             f"--out {out} holds files and no experiment's marker ({_MARKER}), so that these may be "
             "somebody's own; choose another directory."
         )
     out.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    (out / _MARKER).touch()
 
 
 def _work(
-    experiment: Experiment, missing: list[ExperimentMember], workers: int, store: Store
-) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
-    """Run members; yields each with its result and seconds as it finishes."""
-    count = min(workers or os.cpu_count() or 1, len(missing))
-    if count <= 1:
-        for member in missing:
-            yield (member, *_timed(experiment, member, store))
+    experiment: Experiment, members: list[ExperimentMember], workers: int, finished: Finished
+) -> Iterator[ExperimentMember]:
+    """Run members, and yield each as it finishes."""
+    count = min(workers or os.cpu_count() or 1, len(members))
+    if count == 1:
+        for member in members:
+            _run(experiment, finished, member)
+            yield member
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        count, mp_context=spawn, initializer=die_with_parent, initargs=(os.getpid(),)
+        count, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(),)
     ) as pool:
+        futures = {pool.submit(_run, experiment, finished, member): member for member in members}
         try:
-            yield from _as_completed(pool, partial(_in_worker, experiment, store), missing, count)
+            for future in as_completed(futures):
+                future.result()
+                yield futures[future]
         except BrokenProcessPool:
             raise FedsimError(
                 "a process of the experiment was killed, perhaps for want of memory; what has "
                 "finished is kept: run it again, with --workers 1 where memory is short."
             ) from None
-        except BaseException as error:
-            # On Ctrl-C the terminal has signalled the workers too; any other error (a SIGTERM, a
-            # failed member) is known to this process only, so it must end them.
-            if type(error) is not KeyboardInterrupt:
-                _end_workers()
+        except BaseException:
+            # Killed, not asked to end: a run is resumed exactly from its checkpoint, and a process
+            # that ended by itself would take the next member.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.kill()
             raise
 
 
-def _end_workers() -> None:
-    for worker in multiprocessing.active_children():
-        assert worker.pid is not None  # it has been started
-        with suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGINT)
+def _start_worker(parent: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C, the parent's to answer
 
 
-def _as_completed(
-    pool: ProcessPoolExecutor,
-    run: Callable[[ExperimentMember], tuple[Result, float | None]],
-    members: list[ExperimentMember],
-    count: int,
-) -> Iterator[tuple[ExperimentMember, Result, float | None]]:
-    """Yield members as they finish.
-
-    Never more than ``count`` members are submitted: the pool starts every queued one, even after
-    Ctrl-C.
-    """
-    left = iter(members)
-    # The processes start here and inherit SIG_IGN: they must ignore Ctrl-C except within a member
-    # (see `_in_worker`). A process that ended between members would break the pool, which then
-    # terminates the others in the middle of a round, and they wait for work for ever.
-    with _ctrl_c(signal.SIG_IGN):
-        futures = {pool.submit(run, m): m for m in islice(left, count)}
-    while futures:
-        ended = wait(futures, return_when=FIRST_COMPLETED).done
-        # Results before failures: if a process was killed, all pending futures fail with it, and
-        # raising that first would lose the results that are already there.
-        for future in sorted(ended, key=lambda each: each.exception() is not None):
-            yield (futures.pop(future), *future.result())
-        futures |= {pool.submit(run, m): m for m in islice(left, len(ended))}
-
-
-@contextmanager
-def _ctrl_c(handler: signal.Handlers | Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Replace the handler of Ctrl-C within the context."""
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _in_worker(
-    experiment: Experiment, store: Store, member: ExperimentMember
-) -> tuple[Result, float | None]:
-    with _ctrl_c(signal.default_int_handler):
-        return _timed(experiment, member, store)
-
-
-def _timed(
-    experiment: Experiment, member: ExperimentMember, store: Store
-) -> tuple[Result, float | None]:
-    """Run a member: its result, and the seconds of one core it took (None if it used a GPU)."""
+def _run(experiment: Experiment, finished: Finished, member: ExperimentMember) -> None:
+    """Run a member, and store its result."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
     start = time.process_time()
-
-    def seconds() -> float | None:
-        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return None if on_gpu else time.process_time() - start
-
     try:
-        return experiment.run(member.settings), seconds()
-    except BaseException as error:
-        # The attempt's seconds are added to those of the attempt that resumes it.
-        with suppress(OSError):
-            store.interrupted(member, seconds())
-        if isinstance(error, FedsimError):
-            raise FedsimError(f"{member.name}: {error}") from error
-        raise
-
-
-def _write(out: Path, report: Report) -> list[Path]:
-    files = []
-    figures = Table("figures", "Figures", ["figure", "here"], list(report.figures.items()))
-    for table in (*report.tables, figures):
-        path = out / f"{table.name}.csv"
-        _write_csv(path, table)
-        files.append(path)
-    for name, picture in report.pictures.items():
-        path = out / f"{name}.png"
-        save(picture, path)
-        files.append(path)
-    return files
-
-
-def _write_csv(path: Path, table: Table) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(table.columns)
-        writer.writerows(table.rows)
+        result = experiment.run(member.settings)
+    except FedsimError as error:
+        raise FedsimError(f"{member.name}: {error}") from error
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    finished.put(member, result, None if on_gpu else time.process_time() - start)

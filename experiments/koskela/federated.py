@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
-from experiments.framework.base import Report, Result, Settings
+from experiments.framework.base import Report, Result
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.koskela.common import Koskela, optimiser, units
 from experiments.koskela.federated_rounds import over_batches, over_rounds, with_adam
@@ -14,6 +15,7 @@ from experiments.koskela.federated_sweeps import over_randomness, over_rates
 from fedsim.config import Scalar
 
 
+@dataclass(frozen=True, kw_only=True)
 class KoskelaFederatedSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
@@ -43,7 +45,6 @@ class KoskelaFederated(Koskela):
     """Federated averaging with ADADP, SGD and Adam as the clients' optimiser."""
 
     settings: KoskelaFederatedSettings
-    settings_type: ClassVar[type[Settings]] = KoskelaFederatedSettings
     last: ClassVar[int] = 5
 
     def plans(self) -> dict[str, dict[str, Scalar]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from experiments.curves import Curve, curves
 from experiments.framework.base import Report, Table
 from experiments.framework.config_runs import Score
-from experiments.framework.curves import Curve, curves
 from experiments.framework.spread import Difference, paired
 from experiments.koskela.common import units
 from experiments.koskela.federated_scores import (

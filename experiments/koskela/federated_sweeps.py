@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
+from experiments.curves import sweeps
 from experiments.framework.base import Report, Table
 from experiments.framework.config_runs import Score
-from experiments.framework.curves import sweeps
 from experiments.framework.spread import Difference, all_ahead, listed, over_seeds, paired
 from experiments.koskela.federated_scores import (
     READINGS,

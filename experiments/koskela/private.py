@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import numpy as np
-from pydantic import Field
 
-from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Settings, Table
+from experiments.curves import Curve, curves
+from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings, Score, best
-from experiments.framework.curves import Curve, curves
 from experiments.framework.spread import agreed, paired, within
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import Scalar
@@ -19,6 +18,7 @@ ADADP, SGD, ADAM = "adadp-lr", "sgd", "adam"
 _START_STYLES = ("kept", "fifth")
 
 
+@dataclass(frozen=True, kw_only=True)
 class KoskelaPrivateSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
@@ -40,7 +40,7 @@ class KoskelaPrivateSettings(ConfigRunsSettings):
 
     sigmas: list[float]
     adam_sigmas: list[float]
-    starts: list[float] = Field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
     rates: list[float]
     adam_rates: list[float]
     margin: float = 1.0
@@ -50,7 +50,6 @@ class KoskelaPrivate(Koskela):
     """One client that holds all data, with one round per epoch and example-level privacy."""
 
     settings: KoskelaPrivateSettings
-    settings_type: ClassVar[type[Settings]] = KoskelaPrivateSettings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """ADADP and every rate of SGD at every sigma, and Adam at the sigmas of figure 4."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
+from experiments.framework.base import PaperClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
 from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 
 
+@dataclass(frozen=True, kw_only=True)
 class KoskelaRateSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
@@ -54,7 +56,6 @@ class KoskelaRate(Koskela):
     """Runs with rounds of a few iterations, after each of which the client reports its rate."""
 
     settings: KoskelaRateSettings
-    settings_type: ClassVar[type[Settings]] = KoskelaRateSettings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """Every starting rate at every sigma."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Settings, Table
+from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.framework.spread import Difference, agreed, over_seeds, paired
 from experiments.koskela.common import Koskela, optimiser, units
@@ -24,6 +24,7 @@ ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0
 _BASE = "rounds"  # the run's own scale, for the most rounds
 
 
+@dataclass(frozen=True, kw_only=True)
 class KoskelaScaleSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
@@ -49,7 +50,6 @@ class KoskelaScale(Koskela):
     """Varies one scale at a time from the small experiment's setting."""
 
     settings: KoskelaScaleSettings
-    settings_type: ClassVar[type[Settings]] = KoskelaScaleSettings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """ADADP (eta kept by clients) and every rate of SGD, at every scale."""

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 from matplotlib.figure import Figure
-from pydantic import Field
 
 from experiments.framework.base import (
+    NOT_EMPTY,
     BestOfGrid,
     ExperimentMember,
     PaperClaim,
     Report,
     Result,
-    Settings,
     Table,
     seeds_text,
 )
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
-from experiments.framework.schema import Section
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired
 from experiments.landscape.picture import Square, map_picture
 from fedsim.config import RunConfig, Scalar
@@ -32,7 +31,8 @@ PRICE = "price"
 NUMBERS: tuple[Distribution, ...] = ("logarithmic", "poisson")
 
 
-class FederationKeys(Section):
+@dataclass(frozen=True, kw_only=True)
+class FederationKeys:
     """A federation (data, partition, level of privacy): the keys of the run that it changes.
 
     ``seed`` is the seed of the runs by which bounds are chosen.
@@ -41,10 +41,11 @@ class FederationKeys(Section):
     name: str
     level: Literal["client", "example"] = "client"
     seed: int = 1
-    keys: dict[str, Scalar] = Field(default_factory=dict)
+    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
-class LandscapeMethod(Section):
+@dataclass(frozen=True, kw_only=True)
+class LandscapeMethod:
     """A method: the keys of the run that it changes, and a name for its noise and cohort.
 
     At example level, its keys of bound and noise apply to the clients' own mechanism; a method
@@ -53,7 +54,7 @@ class LandscapeMethod(Section):
 
     name: str
     noise: str = ""
-    keys: dict[str, Scalar] = Field(default_factory=dict)
+    keys: dict[str, Scalar] = field(default_factory=dict)
 
     def at(self, level: str) -> dict[str, Scalar] | None:
         """Its keys at a level; None if it does not exist at that level."""
@@ -68,17 +69,19 @@ class LandscapeMethod(Section):
         }
 
 
-class Contest(Section):
+@dataclass(frozen=True, kw_only=True)
+class Contest:
     """A claim: one method is more accurate than another in these federations at these epsilons."""
 
     name: str
     says: str
     ahead: str
     behind: str
-    federations: list[str] = Field(min_length=1)
-    epsilons: list[float] = Field(min_length=1)
+    federations: Annotated[list[str], NOT_EMPTY]
+    epsilons: Annotated[list[float], NOT_EMPTY]
 
 
+@dataclass(frozen=True, kw_only=True)
 class LandscapeSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
@@ -92,18 +95,17 @@ class LandscapeSettings(ConfigRunsSettings):
 
     title: str
     panel: str
-    epsilons: list[float] = Field(min_length=1)
-    clip_norms: list[float] = Field(default_factory=list)
-    federations: list[FederationKeys] = Field(min_length=1)
-    methods: list[LandscapeMethod] = Field(min_length=1)
-    claims: list[Contest] = Field(default_factory=list)
+    epsilons: Annotated[list[float], NOT_EMPTY]
+    clip_norms: list[float] = field(default_factory=list)
+    federations: Annotated[list[FederationKeys], NOT_EMPTY]
+    methods: Annotated[list[LandscapeMethod], NOT_EMPTY]
+    claims: list[Contest] = field(default_factory=list)
 
 
 class Landscape(ConfigRuns):
     """A method's bound is chosen with one seed, on validation examples; fresh seeds are shown."""
 
     settings: LandscapeSettings
-    settings_type: ClassVar[type[Settings]] = LandscapeSettings
     partial: ClassVar[bool] = True
 
     def plans(self) -> dict[str, dict[str, Scalar]]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
 from scipy import stats
 
+from experiments.curves import Curve, curves
 from experiments.framework.base import (
+    NOT_EMPTY,
     PaperClaim,
     Report,
     Result,
-    Settings,
     Table,
     seeds_text,
 )
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
-from experiments.framework.curves import Curve, curves
-from experiments.framework.schema import Section
 from experiments.framework.spread import LEVEL, mean_text, over_seeds
 from fedsim.config import Scalar
 
@@ -29,21 +28,23 @@ WILD = 5.0
 """Published standard deviation, in percentage points, above which a cell is not judged."""
 
 
-class PublishedMethod(Section):
+@dataclass(frozen=True, kw_only=True)
+class PublishedMethod:
     """A method: the keys of the run that it changes, and its published accuracy (%)."""
 
     name: str
-    keys: dict[str, Scalar] = Field(default_factory=dict)
+    keys: dict[str, Scalar] = field(default_factory=dict)
     mean: float
     deviation: float
 
 
+@dataclass(frozen=True, kw_only=True)
 class NiidSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``."""
 
     title: str
     published_seeds: int
-    methods: list[PublishedMethod] = Field(min_length=1)
+    methods: Annotated[list[PublishedMethod], NOT_EMPTY]
 
 
 class Niid(ConfigRuns):
@@ -54,7 +55,6 @@ class Niid(ConfigRuns):
     """
 
     settings: NiidSettings
-    settings_type: ClassVar[type[Settings]] = NiidSettings
     partial: ClassVar[bool] = True
 
     def plans(self) -> dict[str, dict[str, Scalar]]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from matplotlib.figure import Figure
-from pydantic import Field
 
-from experiments.framework.base import PaperClaim, Report, Result, Settings, Table, seeds_text
+from experiments.framework.base import (
+    NOT_EMPTY,
+    PaperClaim,
+    Report,
+    Result,
+    Table,
+    seeds_text,
+)
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score
-from experiments.framework.schema import Section
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, SERIES, curve_style, grid
@@ -19,37 +25,39 @@ from fedsim.runs.metrics import Row
 FREE = "without noise"
 
 
-class Variant(Section):
+@dataclass(frozen=True, kw_only=True)
+class Variant:
     """One way to spend epsilon: its name, and the keys of the run that it changes."""
 
     name: str
-    keys: dict[str, Scalar] = Field(default_factory=dict)
+    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
-class EpsilonsClaim(Section):
+@dataclass(frozen=True, kw_only=True)
+class EpsilonsClaim:
     """A claim: one way is more accurate than another at these epsilons."""
 
     name: str
     panel: str
     ahead: str
     behind: str
-    epsilons: list[float] = Field(min_length=1)
+    epsilons: Annotated[list[float], NOT_EMPTY]
 
 
+@dataclass(frozen=True, kw_only=True)
 class PlansSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``."""
 
     title: str
-    epsilons: list[float] = Field(min_length=1)
-    ways: list[Variant] = Field(min_length=1)
-    claims: list[EpsilonsClaim] = Field(default_factory=list)
+    epsilons: Annotated[list[float], NOT_EMPTY]
+    ways: Annotated[list[Variant], NOT_EMPTY]
+    claims: list[EpsilonsClaim] = field(default_factory=list)
 
 
 class Plans(ConfigRuns):
     """Every way at every epsilon, and a run without noise; nothing is chosen by test accuracy."""
 
     settings: PlansSettings
-    settings_type: ClassVar[type[Settings]] = PlansSettings
     last: ClassVar[int] = 5
 
     def plans(self) -> dict[str, dict[str, Scalar]]:

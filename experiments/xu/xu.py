@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
 
 from experiments.framework.base import (
     Experiment,
@@ -17,6 +17,7 @@ from experiments.framework.base import (
     Result,
     Settings,
     Table,
+    as_table,
 )
 from experiments.framework.spread import Difference, listed, paired, within
 from experiments.xu.beale import METHODS, descend, draw
@@ -31,6 +32,7 @@ from experiments.xu.formulas import (
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.privacy import cost
 from fedsim.reports.plots import grid
+from fedsim.settings import Ge, Le
 
 LEMMA_SEED = 2
 SIGNAL, BOUNDS = np.array([10.0, 5.0]), np.array([12.0, 6.0])
@@ -51,6 +53,7 @@ PRINTED = {
 """Cosines that the paper gives for the first three noises."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class XuSettings(Settings):
     """Keys of ``experiment.toml``; ``seeds`` is the number of seeds for the Beale function's noise.
 
@@ -61,7 +64,7 @@ class XuSettings(Settings):
         half a unit of the last digit, since a cosine's standard deviation is at most 1.
     """
 
-    digits: int = Field(ge=1, le=3)
+    digits: Annotated[int, Ge(1), Le(3)]
     steps: int
     start: list[float]
     rate: float
@@ -83,11 +86,10 @@ class Xu(Experiment):
     """Formulas and a two-dimensional example, with fedsim's own mechanisms."""
 
     settings: XuSettings
-    settings_type: ClassVar[type[Settings]] = XuSettings
 
     def members(self) -> list[ExperimentMember]:
         """Lemma 1, Theorem 1, and for each method the Beale function with all seeds."""
-        toy = self.settings.model_dump(by_alias=True, exclude={"experiment", "digits"})
+        toy = as_table(self.settings, "experiment", "digits")
         return [
             ExperimentMember(
                 "lemma 1", {"part": "lemma", "draws": self.settings.draws, "seed": LEMMA_SEED}

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from experiments.adaclip.central import DenseNet, train
 from experiments.adaclip.dp_pca import SquareRows, principal_directions
 from experiments.adaclip.regression import descend
 from experiments.adaclip.whitening import Whitened, noises, spread
 from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
-from experiments.framework.central import DenseNet, train
 from experiments.xu.beale import MINIMUM, beale, gradient
 from experiments.xu.formulas import (
     constraint,

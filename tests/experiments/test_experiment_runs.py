@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,32 +19,32 @@ import numpy as np
 import pytest
 import tomli_w
 import typer
+from experiment_helpers import run_experiment, write_judgement
 from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from experiments.command import experiment
-from experiments.framework import (
+from experiments.framework import config_runs
+from experiments.framework import run as running
+from experiments.framework.base import (
     Experiment,
     ExperimentMember,
     PaperClaim,
     Report,
-    Settings,
-    check,
-    config_runs,
+    Result,
+    digest,
+)
+from experiments.framework.config_runs import ConfigRuns
+from experiments.framework.judge import Judgement, faults_of_page, judge
+from experiments.framework.run import (
+    Finished,
+    Stored,
+    StoredResult,
     directories,
     find,
-    keep,
-    names,
-    pages,
+    load,
+    run_members,
 )
-from experiments.framework import run as running
-from experiments.framework.base import Result
-from experiments.framework.config_runs import ConfigRuns
-from experiments.framework.directories import KINDS, load
-from experiments.framework.judgement import Judgement
-from experiments.framework.run import Portion, run_experiment
-from experiments.framework.store import Store
-from experiments.framework.stored import Stored, StoredResult, digest
 from fedsim.cli import main
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -124,28 +122,26 @@ def small(name: str, directory: Path) -> Path:
         base["partition"]["clients"] = 40
         (directory / "run.toml").write_text(tomli_w.dumps(base))
     (directory / "experiment.toml").write_text(tomli_w.dumps(tree))
+    shutil.copy(find(name) / "judgement.toml", directory)
     return directory
 
 
 @pytest.mark.parametrize("name", slow_but(("adaclip-regression", "quadratic"), SMALL))
-def test_experiment_leaves_tables_pictures_and_figures(
-    name: str, tmp_path: Path, data: Path
-) -> None:
-    directory = tmp_path / "experiment"
+def test_experiment_leaves_a_page_and_pictures(name: str, tmp_path: Path, data: Path) -> None:
+    directory, out = tmp_path / "experiment", tmp_path / "out"
     directory.mkdir()
-    outcome = run_experiment(small(name, directory), tmp_path / "out", data=data, workers=1)
-    assert outcome.report.claims
-    assert all(np.isfinite(value) for value in outcome.report.figures.values())
-    kinds = {path.suffix for path in outcome.files if path.stat().st_size > 0}
-    assert kinds == {".csv", ".png"}
-    rows = list(csv.reader((tmp_path / "out" / "figures.csv").open()))
-    assert [row[0] for row in rows[1:]] == list(outcome.report.figures)
+    judged = run_experiment(small(name, directory), out, data=data)
+    assert judged.report is not None
+    assert judged.report.claims
+    assert all(np.isfinite(value) for value in judged.report.figures.values())
+    assert (out / "README.md").read_text() == judged.page
+    pictures = {path.stem for path in out.glob("*.png") if path.stat().st_size > 0}
+    assert pictures == set(judged.report.pictures)
     # A second time nothing is run again, and the same comes out.
     again = load(directory, data=data)
-    store = Store(tmp_path / "out" / "members")
-    assert all(store.get(member) is not None for member in again.members())
-    repeated = run_experiment(directory, tmp_path / "out", data=data, workers=1)
-    assert repeated.report.figures == outcome.report.figures
+    finished = Finished(out / "members")
+    assert all(finished.get(member) is not None for member in again.members())
+    assert run_experiment(directory, out, data=data).page == judged.page
 
 
 @pytest.mark.parametrize(
@@ -167,15 +163,14 @@ def test_committed_experiment_is_valid_quick_or_not(name: str, data: Path) -> No
 
 
 def test_quick_is_smaller_than_the_whole(data: Path) -> None:
-    for name in names():
+    for name in directories():
         whole, quick = (load(find(name), data=data, quick=quick) for quick in (False, True))
-        assert json.dumps(whole.settings.model_dump()) != json.dumps(quick.settings.model_dump())
+        assert whole.settings != quick.settings
 
 
 class Counting(Experiment):
     """Counts how often it is run."""
 
-    settings_type: ClassVar[type[Settings]] = Settings
     runs: ClassVar[list[int]] = []
     breaks_at: ClassVar[int] = -1
 
@@ -197,14 +192,17 @@ class Counting(Experiment):
 
 @pytest.fixture
 def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(KINDS, "counting", f"{__name__}:Counting")
-    monkeypatch.setattr(directories, "import_module", lambda name: _Module)
+    monkeypatch.setattr(running, "import_module", lambda name: _Module)
     monkeypatch.setattr(Counting, "runs", [])
     monkeypatch.setattr(Counting, "breaks_at", -1)
     directory = tmp_path / "counting"
     directory.mkdir()
-    (directory / "experiment.toml").write_text('experiment = "counting"\nseeds = 4\n')
+    (directory / "experiment.toml").write_text(f'experiment = "{COUNTING}"\nseeds = 4\n')
+    write_judgement(directory)
     return directory
+
+
+COUNTING = "das.tables:Counting"  # a module that there is, in whose place is this one
 
 
 class _Module:
@@ -250,82 +248,61 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
 ) -> None:
     monkeypatch.setattr(Counting, "breaks_at", 2)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(counting, tmp_path / "out", workers=1)
+        run_experiment(counting, tmp_path / "out")
     assert Counting.runs == [0, 1]
-    member = load(counting, data=tmp_path).members()[2]
-    Store(tmp_path / "out" / "members").interrupted(member, 7200.0)  # another attempt
     monkeypatch.setattr(Counting, "breaks_at", -1)
     told: list[tuple[str, int, int]] = []
-    outcome = run_experiment(
-        counting, tmp_path / "out", workers=1, observer=lambda *seen: told.append(seen)
-    )
+    judged = run_experiment(counting, tmp_path / "out", observer=lambda *seen: told.append(seen))
     assert Counting.runs == [0, 1, 2, 3]
     assert told == [("", 2, 4), ("member 2", 3, 4), ("member 3", 4, 4)]
-    assert outcome.report.figures == {"total": 6.0}
-    took = [outcome.stored.members[f"member {k}"].seconds for k in range(4)]
-    assert [seconds // 7200 for seconds in took] == [0, 0, 1, 0]
-
-
-def test_seconds_of_an_attempt_on_a_gpu_are_no_cores(counting: Path, tmp_path: Path) -> None:
-    member, other = load(counting, data=tmp_path).members()[:2]
-    store = Store(tmp_path / "members")
-    store.interrupted(member, None)
-    assert store.get(member) is None
-    store.put(member, {"value": 1}, 5.0)
-    store.put(other, {"value": 1}, 5.0)
-    assert (store.get(member).seconds, store.get(other).seconds) == (None, 5.0)
+    assert judged.report is not None
+    assert judged.report.figures == {"total": 6.0}
 
 
 def test_stored_members_are_not_run_again_unless_they_are_to_be(
     counting: Path, tmp_path: Path
 ) -> None:
-    first = run_experiment(counting, tmp_path / "a", workers=1, portion=Portion(limit=2))
-    assert (Counting.runs, first.report, first.missing) == ([0, 1], None, 2)
+    first = run_experiment(counting, tmp_path / "a", only="* [01]")
+    assert (Counting.runs, first.report, len(first.missing)) == ([0, 1], None, 2)
     first.stored.save(counting)
-    second = run_experiment(
-        counting, tmp_path / "b", workers=1, portion=Portion(only="* 3", limit=1)
-    )
-    assert (Counting.runs, second.missing) == ([0, 1, 3], 1)
+    second = run_experiment(counting, tmp_path / "b", only="* 3")
+    assert (Counting.runs, len(second.missing)) == ([0, 1, 3], 1)
     second.stored.save(counting)
-    third = run_experiment(counting, tmp_path / "c", workers=1)
+    third = run_experiment(counting, tmp_path / "c")
     assert Counting.runs == [0, 1, 3, 2]
     assert third.report is not None
     assert third.report.figures == {"total": 6.0}
     assert all(one.seconds is not None for one in third.stored.members.values())
     third.stored.save(counting)
-    again = Portion(only="* 0", again=True)
     for _ in range(2):  # the second time --out has it
-        run_experiment(counting, tmp_path / "d", workers=1, portion=again)
+        run_experiment(counting, tmp_path / "d", only="* 0", again=True)
         assert Counting.runs == [0, 1, 3, 2, 0]
     # What the members are has changed, and no stored result is of that.
-    run_experiment(counting, tmp_path / "e", workers=1, seeds=5)
+    (counting / "experiment.toml").write_text(f'experiment = "{COUNTING}"\nseeds = 5\n')
+    run_experiment(counting, tmp_path / "e")
     assert Counting.runs == [0, 1, 3, 2, 0, 4]
 
 
 def test_page_estimates_what_was_not_run_from_what_was(
     counting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    members = load(counting, data=tmp_path).members()
-    ran = {m.name: StoredResult(digest(m.settings), {"value": 1}, 7200.0) for m in members[:1]}
-    Stored(ran).save(counting)
-    (counting / "judgement.toml").write_text(
-        'title = "T"\npaper-of = "das"\nabout = "A"\nnot-run = "No time."\n'
-        '[[panels]]\nname = "Fig. 1"\nshows = "s"\nsetting = "s"\n'
+    experiment = load(counting, data=tmp_path)
+    ran = experiment.members()[:1]
+    Stored({m.name: StoredResult(digest(m.settings), {"value": 1}, 7200.0) for m in ran}).save(
+        counting
     )
-    keep(counting)
-    checked = check(counting)
-    assert (checked.faults, checked.report) == ([], None)
-    assert "No time. 3 of 4 runs are missing: an estimated 6.0 hours of one core" in checked.page
+    write_judgement(counting, 'not-run = "No time."\n')
+    judged = judge(experiment, Stored.load(counting))
+    judged.write(counting)
+    assert (judged.faults, faults_of_page(judged), judged.report) == ([], [], None)
+    assert "No time. 3 of 4 runs are missing: an estimated 6.0 hours of one core" in judged.page
     row = '| member 2 | 1 | 2.00 | `fedsim experiment counting --only "member 2" --store` |'
-    assert row in checked.page
+    assert row in judged.page
     with pytest.raises(SystemExit):
         main(["experiment", str(counting), "--check"])
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split() == ["member", "2", "1", "2.00"] for line in lines)
-    assert not any("|" in line for line in lines)
-    assert sum("--store" in line for line in lines) == 1
-    run_experiment(counting, tmp_path / "out", workers=1).stored.save(counting)
-    assert "not-run says why runs are missing, and none is." in check(counting).faults
+    assert row in capsys.readouterr().out.splitlines()
+    whole = judge(experiment, run_members(experiment, tmp_path / "out", workers=1))
+    assert "not-run says why runs are missing, and none is." in whole.faults
 
 
 def test_private_member_has_a_run_directory_whose_ledger_is_verified(
@@ -374,62 +351,58 @@ def test_only_the_engine_of_members_can_be_set(
     assert made.config_of(made.members()[0].settings).engine.workers == 0
 
 
-def test_a_gpus_runs_count_no_seconds_of_a_core() -> None:
-    core, gpu = StoredResult("", {}, 30.0), StoredResult("", {})
-    assert Stored({"a": gpu, "b": gpu}).mean_seconds is None
-    both = Stored({"a": core, "b": gpu, "c": gpu})
-    assert (both.on_gpu, both.mean_seconds, both.seconds) == (2, 30.0, 30.0)
-    assert pages._machines(both) == (
-        "2 of them on a GPU, 30 seconds on one core of a busy machine for the rest"
-    )
-    assert pages._machines(Stored({"a": gpu, "b": gpu})) == "on a GPU"
-    assert pages._machines(Stored({"a": core})) == "30 seconds on one core of a busy machine"
+def test_a_gpus_runs_count_no_seconds_of_a_core(counting: Path, tmp_path: Path) -> None:
+    experiment = load(counting, data=tmp_path)
+    members = experiment.members()
+    write_judgement(counting, 'run-seconds = 7.0\nnot-run = "No time."\n')
+
+    def page(*seconds: float | None, untimed: float = 0.0) -> str:
+        results = {
+            member.name: StoredResult(digest(member.settings), {"value": 1}, each)
+            for member, each in zip(members, seconds, strict=False)
+        }
+        return judge(experiment, Stored(results, untimed)).page
+
+    mixed = page(30.0, None, None)
+    assert "3 runs, 2 of them on a GPU, 30 seconds on one core of a busy machine for the" in mixed
+    assert "an estimated 30 seconds of one core" in mixed
+    alone = page(None, None, None)
+    assert "3 runs, on a GPU. " in alone
+    assert "an estimated 7 seconds of one core" in alone
+    assert "1 runs, 30 seconds on one core of a busy machine. " in page(30.0)
     # Of results that are kept with the seconds of all together none was on a GPU.
-    assert Stored({"a": gpu, "b": gpu}, untimed=50.0).mean_seconds == 25.0
+    assert "an estimated 50 seconds of one core" in page(None, None, untimed=50.0)
 
 
 def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path) -> None:
     somebodys = tmp_path / "somebodys"
     somebodys.mkdir()
-    (somebodys / "figures.csv").write_text("mine")
+    (somebodys / "README.md").write_text("mine")
     with pytest.raises(FedsimError, match="no experiment's marker"):
-        run_experiment(counting, somebodys, workers=1)
-    assert [path.name for path in somebodys.iterdir()] == ["figures.csv"]
-    assert (somebodys / "figures.csv").read_text() == "mine"
+        run_experiment(counting, somebodys)
+    assert [path.name for path in somebodys.iterdir()] == ["README.md"]
+    assert (somebodys / "README.md").read_text() == "mine"
 
 
-class _KilledPool:
-    """Half of the processes finish their members; then one is killed, and all others are lost."""
-
-    def __init__(self, count: int, **_: object) -> None:
-        self.count, self.given = count, 0
-
-    def __enter__(self) -> _KilledPool:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def submit(self, call: Callable[..., object], *arguments: object) -> Future[object]:
-        future: Future[object] = Future()
-        if self.given == self.count:
-            raise BrokenProcessPool("takes no more")
-        if self.given % 2:
-            future.set_exception(BrokenProcessPool("terminated abruptly"))
-        else:
-            future.set_result(call(*arguments))
-        self.given += 1
-        return future
-
-    def shutdown(self, **_: object) -> None: ...
-
-
-def test_killed_process_is_a_sentence_and_what_has_finished_is_kept(
-    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running, "ProcessPoolExecutor", _KilledPool)
+@pytest.mark.slow
+def test_killed_process_is_a_sentence_and_what_has_finished_is_kept(tmp_path: Path) -> None:
+    members = [ExperimentMember(name, {"name": name}) for name in ("short", "killed", "long")]
     with pytest.raises(FedsimError, match="was killed, perhaps for want of memory"):
-        run_experiment(counting, tmp_path / "out", seeds=20, workers=16)
-    assert len(list((tmp_path / "out" / "members").iterdir())) == 8
+        list(running._work(Waiting(), members, 2, Finished(tmp_path)))
+    kept = [member.name for member in members if Finished(tmp_path).get(member)]
+    assert kept == ["short"]
+
+
+class Waiting:
+    """Members that end at once, kill their process, or take an hour."""
+
+    def run(self, settings: Mapping[str, Any]) -> Result:
+        if settings["name"] == "killed":
+            time.sleep(3)  # until the short one has been stored
+            os.kill(os.getpid(), signal.SIGKILL)
+        if settings["name"] == "long":
+            time.sleep(3600)
+        return {}
 
 
 ENDED = """
@@ -437,30 +410,22 @@ import sys, time
 from pathlib import Path
 
 from experiments.framework.base import ExperimentMember
-from experiments.framework.run import _work
-from experiments.framework.store import Store
+from experiments.framework.run import Finished, _work
 from fedsim.cli.boundary import guarded
-from fedsim.process import end_on_signal
 
 
 class Waiting:
     def run(self, settings):
         name = Path(settings["name"])
-        ended = []
-        with end_on_signal(lambda: ended.append(True)):
-            name.touch()
-            while name.name != "short" and not ended:
-                time.sleep(0.01)
-        if ended:
-            time.sleep(0.5)  # the rest of its round
-            name.with_suffix(".ended").touch()
-            raise KeyboardInterrupt
+        name.touch()
+        while name.name != "short":
+            time.sleep(0.01)
         return {}
 
 
 def command():
     members = [ExperimentMember(name, {"name": name}) for name in sys.argv[2:]]
-    for member, _, _ in _work(Waiting(), members, int(sys.argv[1]), Store(Path("members"))):
+    for member in _work(Waiting(), members, int(sys.argv[1]), Finished(Path("members"))):
         print(member.name, flush=True)
     return 0
 
@@ -475,7 +440,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "arguments", ["3 short one two", "2 one two three four"], ids=["one idle", "some left"]
 )
-def test_an_experiment_that_is_asked_to_end_ends_after_its_members_rounds(
+def test_an_experiment_that_is_asked_to_end_ends_with_all_its_processes(
     arguments: str, asked: str, tmp_path: Path
 ) -> None:
     (tmp_path / "program.py").write_text(ENDED)
@@ -504,31 +469,33 @@ def test_an_experiment_that_is_asked_to_end_ends_after_its_members_rounds(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == (130 if asked == "SIGINT to all" else 143)
-    # "members" has what the interrupted attempts took.
     begun = {path.name for path in tmp_path.iterdir()} - {"program.py", "short", "members"}
-    assert begun == {"one", "two", "one.ended", "two.ended"}
+    assert begun == {"one", "two"}
     assert "Traceback" not in errors
 
 
 def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) -> None:
-    store, member = Store(tmp_path), ExperimentMember("a b/c", {"x": [1, 2.5]})
-    assert store.get(member) is None
-    store.put(member, {"value": 3}, 0.1)
-    found = store.get(member)
+    finished, member = Finished(tmp_path), ExperimentMember("a b/c", {"x": [1, 2.5]})
+    assert finished.get(member) is None
+    finished.put(member, {"value": 1 / 3}, 0.1)
+    found = finished.get(member)
     assert found is not None
-    assert (found.result, found.seconds) == ({"value": 3}, 0.1)
-    assert store.get(ExperimentMember("a b/c", {"x": [1, 2.6]})) is None
-    store.path(member).write_text('{"settings": {"x": [1,')
-    assert store.get(member) is None
-    assert store.path(member) != store.path(ExperimentMember("a_b/c", {}))
+    assert (found.result, found.seconds) == ({"value": 0.333333}, 0.1)
+    assert finished.get(ExperimentMember("a b/c", {"x": [1, 2.6]})) is None
+    for torn in ('{"settings": "', "[]", "3"):
+        finished._path(member).write_text(torn)
+        assert finished.get(member) is None
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('experiment = "nothing"\n', "must be one of"),
-        ('experiment = "counting"\nseeds = 0\n', "seeds"),
-        ('experiment = "counting"\nseedz = 1\n', "seedz"),
+        ('experiment = "nothing"\n', "must be a module and a class"),
+        ('experiment = "das.tables:METHODS"\n', "must be a module and a class"),
+        ('experiment = "os:Counting"\n', "must be a module and a class"),
+        ("seeds = 4\n", "must be a module and a class"),
+        ('experiment = "das.tables:Counting"\nseeds = 0\n', "seeds"),
+        ('experiment = "das.tables:Counting"\nseedz = 1\n', "seedz"),
         ("experiment = ", "cannot be read"),
     ],
 )
@@ -539,7 +506,9 @@ def test_mistake_in_an_experiment_is_one_sentence(counting: Path, text: str, mes
 
 
 def test_its_files_may_begin_with_a_byte_order_mark(counting: Path) -> None:
-    (counting / "experiment.toml").write_text('experiment = "counting"\nseeds = 4\n', "utf-8-sig")
+    (counting / "experiment.toml").write_text(
+        'experiment = "das.tables:Counting"\nseeds = 4\n', "utf-8-sig"
+    )
     (counting / "judgement.toml").write_text(
         'title = "T"\npaper-of = "das"\nabout = "A"\n'
         '[[panels]]\nname = "Fig. 1"\nshows = "s"\nsetting = "s"\n',
@@ -553,11 +522,12 @@ def test_command_shows_verdicts(counting: Path, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(experiment)
     out = tmp_path / "out"
+    write_judgement(counting, "[claims.c]\nverdict = 'reproduced'\n")
     result = CliRunner().invoke(app, [str(counting), "--out", str(out), "--workers", "1"])
     assert result.exit_code == 0, result.output
-    assert "it adds up" in result.output
+    assert "reproduced      Fig. 1: it adds up" in result.output
     assert "4/4" in result.output
-    assert "figures.csv" in result.output
+    assert "README.md" in result.output
 
 
 def test_command_without_a_name_lists_the_experiments() -> None:
@@ -565,7 +535,7 @@ def test_command_without_a_name_lists_the_experiments() -> None:
     app.command()(experiment)
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 0, result.output
-    assert all(name in result.output for name in names())
+    assert all(name in result.output for name in directories())
 
 
 def test_unknown_experiment_is_one_sentence() -> None:

@@ -11,8 +11,7 @@ from torchvision.models import resnet18
 from torchvision.transforms.functional import normalize, resize
 
 from experiments.das.features import FILE, Extractor, write_features
-from experiments.framework import find
-from experiments.framework.directories import load
+from experiments.framework.run import find, load
 from fedsim import datasets
 from fedsim.errors import FedsimError
 
@@ -75,9 +74,9 @@ def test_features_are_made_once_and_every_run_reads_them(data: Path) -> None:
     for _ in range(2):
         experiment = load(find("das-features"), data=data)
         experiment.prepare(data / "out")
-        written |= {path.stat().st_mtime_ns for path in experiment.context.data.glob(FILE)}
+        written |= {path.stat().st_mtime_ns for path in experiment.data.glob(FILE)}
     assert len(written) == 1
-    assert experiment.context.data.parent == data / "out"
+    assert experiment.data.parent == data / "out"
     assert experiment.members()[0].settings["features"]["dataset"] == "cifar100"
 
 
@@ -89,5 +88,5 @@ def test_features_of_the_users_own_are_read_in_place_of_any_made(data: Path) -> 
     )  # fmt: skip
     experiment = load(find("das-features"), data=data)
     experiment.prepare(data / "out")
-    assert experiment.context.data == data
+    assert experiment.data == data
     assert not (data / "out").exists()

@@ -22,16 +22,20 @@ from typer.testing import CliRunner
 
 from experiments.adaclip.regression import descend, make_mechanism
 from experiments.command import experiment
-from experiments.framework import Experiment, PaperClaim, Report, check, find, names
-from experiments.framework.base import BestOfGrid, ExperimentMember, Result, Table
-from experiments.framework.checking import Checked
+from experiments.framework.base import (
+    BestOfGrid,
+    ExperimentMember,
+    PaperClaim,
+    Report,
+    Result,
+    Table,
+    digest,
+    read_table,
+)
 from experiments.framework.config_runs import chosen
-from experiments.framework.directories import load
-from experiments.framework.judgement import Judgement, faults
-from experiments.framework.overview import overview
-from experiments.framework.pages import sections
+from experiments.framework.judge import Judged, Judgement, faults_of_page, judge, overview
+from experiments.framework.run import Stored, StoredResult, directories, find, load, shortened
 from experiments.framework.spread import agreed, all_ahead, listed, paired
-from experiments.framework.stored import Stored, StoredResult, digest, shortened
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import NoiseSource, Releaser
@@ -40,17 +44,26 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.plots import COLOURS, DARK, LIGHT, SERIES
 from fedsim.rows import DenseRows, Layout
 
-STORED = [name for name in names() if Stored.load(find(name)).members]
-NOT_RUN = [name for name in names() if Judgement.load(find(name)).not_run]
+STORED = [name for name in directories() if Stored.load(find(name)).members]
+NOT_RUN = [name for name in directories() if Judgement.load(find(name)).not_run]
 """Experiments that lack results, some of them or all."""
 FAST = ("adaclip-mnist", "das-local-steps", "koskela-scale", "niid-private", "quadratic", "xu")
 """Experiments whose results are judged in less than a second, one of each kind."""
 
 
 @cache
-def checked(name: str) -> Checked:
+def judged_again(name: str) -> Judged:
     """A committed experiment's stored results, judged again: seconds, for many tests once."""
-    return check(find(name))
+    return stored_judged(find(name))
+
+
+def stored_judged(directory: Path) -> Judged:
+    return judge(load(directory, data=Path()), Stored.load(directory))
+
+
+def faults_in(directory: Path) -> list[str]:
+    judged = stored_judged(directory)
+    return judged.faults + faults_of_page(judged)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +72,13 @@ def page() -> str:
     return overview()
 
 
-@pytest.mark.parametrize("name", slow_but(FAST, names()))
+@pytest.mark.parametrize("name", slow_but(FAST, directories()))
 def test_stored_results_are_judged_as_they_were_and_the_page_says_so(name: str) -> None:
-    assert checked(name).faults == []
+    judged = judged_again(name)
+    assert judged.faults + faults_of_page(judged) == []
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", directories())
 def test_no_sentence_says_by_hand_how_many_seeds_there_are(name: str) -> None:
     for sentence in Judgement.load(find(name)).sentences():
         assert not re.search(r"(?i)\b(two|three|four|five|six|ten|\d+) (\w+ )?seeds\b", sentence)
@@ -72,7 +86,7 @@ def test_no_sentence_says_by_hand_how_many_seeds_there_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", slow_but(FAST, STORED))
 def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
-    report = checked(name).report
+    report = judged_again(name).report
     if report is None:  # too few results are stored to judge any
         assert name in NOT_RUN
         return
@@ -99,10 +113,14 @@ def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str,
 
 @pytest.mark.slow
 def test_every_panel_of_the_four_papers_is_on_the_page(page: str) -> None:
-    for name in names():
+    for name in directories():
         for panel in Judgement.load(find(name)).panels:
-            assert f"{panel.name} ({name})" in page
-    assert "| " in page
+            assert f"| {panel.name} | `{name}` |" in page
+            assert f"*In the paper:* {panel.shows}" in page
+    pictures = re.findall(r"\]\(pictures/(.*?)\)", page)
+    root = Path(__file__).parents[2] / "experiments"
+    assert len(pictures) > 20
+    assert all((root / picture).is_file() for picture in pictures)
 
 
 def test_best_value_at_an_edge_is_at_it_however_flat_the_grid_is() -> None:
@@ -167,20 +185,18 @@ def test_readings_that_differ_decide_nothing() -> None:
     assert {agreed(v) for v in ([True, False], [True, None], [None, False])} == {None}
 
 
-def test_page_names_grids_that_end_where_they_are_flat(judged: Judgement, made: Experiment) -> None:
+def test_page_names_grids_that_end_where_they_are_flat(judgement: Judgement) -> None:
     flat = BestOfGrid("rate of x", {0.1: 79.8, 1.0: 80.0, 10.0: 70.0})
-    report = some(CLAIM, choices=(flat,))
-    page = "\n".join(sections(judged, report, seeds=5, heading="##"))
-    assert "rate of x (best 1, end 0.1)" in page
-    assert faults(made, report, judged) == []
+    judged = reported(judgement, CLAIM, choices=(flat,))
+    assert "rate of x (best 1, end 0.1)" in judged.page
+    assert judged.faults == []
     steep = BestOfGrid("rate of x", {0.1: 70.0, 1.0: 80.0, 10.0: 70.0})
-    page = sections(judged, some(CLAIM, choices=(steep,)), seeds=5, heading="##")
-    assert "rate of x" not in "\n".join(page)
+    assert "rate of x" not in reported(judgement, CLAIM, choices=(steep,)).page
 
 
 def test_the_papers_point_of_its_figure_2_is_shown_first_with_its_picture() -> None:
     """C = 1, sigma = .1, rate .01: clipping's error grows with d, the corrected one's does not."""
-    report = checked("adaclip-regression").report
+    report = judged_again("adaclip-regression").report
     assert report is not None
     assert report.tables[0].name == "errors-paper"
     assert report.claims[0].name == "clipping-grows-paper"
@@ -191,7 +207,7 @@ def test_the_papers_point_of_its_figure_2_is_shown_first_with_its_picture() -> N
 
 
 def test_the_printed_adaclips_best_rate_is_inside_a_grid_to_1e6() -> None:
-    report = checked("adaclip-mnist").report
+    report = judged_again("adaclip-mnist").report
     assert report is not None
     printed = [choice for choice in report.choices if choice.of.startswith("rate of literal")]
     assert len(printed) == 5
@@ -201,37 +217,35 @@ def test_the_printed_adaclips_best_rate_is_inside_a_grid_to_1e6() -> None:
         assert choice.flat_ends == []
 
 
-def some(claim: PaperClaim, *, choices: tuple[BestOfGrid, ...] = ()) -> Report:
-    return Report([Table("t", "", ["a"], [])], {"f": 1.0}, [claim], choices=choices)
-
-
-@pytest.fixture
-def judged() -> Judgement:
-    return Judgement.model_validate(
-        {
-            "title": "T",
-            "paper-of": "das",
-            "about": "A",
-            "panels": [{"name": "Fig. 1", "shows": "s", "setting": "s", "tables": ["t"]}],
-            "claims": {"c": {"verdict": "reproduced"}},
-            "paper": {"f": 2.0},
-        }
-    )
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Experiment:
-    return load(find("quadratic"), data=tmp_path)
-
-
+TREE: dict[str, Any] = {
+    "title": "T",
+    "paper-of": "das",
+    "about": "A",
+    "panels": [{"name": "Fig. 1", "shows": "s", "setting": "s", "tables": ["t"]}],
+    "claims": {"c": {"verdict": "reproduced"}},
+    "paper": {"f": 2.0},
+}
 CLAIM = PaperClaim("c", "Fig. 1", "it is so", True, "1.0")
 REPRODUCED = {"verdict": "reproduced"}
 
 
-def test_report_that_agrees_with_its_judgement_has_no_fault(
-    judged: Judgement, made: Experiment
-) -> None:
-    assert faults(made, some(CLAIM), judged) == []
+def reported(
+    judgement: Judgement, claim: PaperClaim, *, choices: tuple[BestOfGrid, ...] = (), seeds: int = 3
+) -> Judged:
+    """A made-up report with one claim."""
+    experiment = load(find("quadratic"), data=Path())
+    experiment.settings = replace(experiment.settings, seeds=seeds)
+    report = Report([Table("t", "", ["a"], [])], {"f": 1.0}, [claim], choices=choices)
+    return Judged(experiment, judgement, Stored(), [], report)
+
+
+@pytest.fixture
+def judgement() -> Judgement:
+    return read_table(Judgement, TREE)
+
+
+def test_report_that_agrees_with_its_judgement_has_no_fault(judgement: Judgement) -> None:
+    assert reported(judgement, CLAIM).faults == []
 
 
 @pytest.mark.parametrize(
@@ -249,24 +263,41 @@ def test_report_that_agrees_with_its_judgement_has_no_fault(
     ],
 )
 def test_disagreement_of_report_and_judgement_is_a_sentence(
-    claim: PaperClaim, changes: dict[str, Any], message: str, judged: Judgement, made: Experiment
+    claim: PaperClaim, changes: dict[str, Any], message: str
 ) -> None:
-    changed = Judgement.model_validate({**judged.model_dump(by_alias=True), **changes})
-    assert any(message in fault for fault in faults(made, some(claim), changed))
+    changed = read_table(Judgement, TREE | changes)
+    assert any(message in fault for fault in reported(changed, claim).faults)
 
 
-def test_difference_without_a_cause_is_a_fault(judged: Judgement, made: Experiment) -> None:
-    tree = judged.model_dump(by_alias=True) | {"claims": {"c": {"verdict": "not reproduced"}}}
-    report = some(replace(CLAIM, reproduced=False))
-    assert any("cause" in fault for fault in faults(made, report, Judgement.model_validate(tree)))
+def test_difference_without_a_cause_is_a_fault() -> None:
+    changed = read_table(Judgement, TREE | {"claims": {"c": {"verdict": "not reproduced"}}})
+    assert any("cause" in f for f in reported(changed, replace(CLAIM, reproduced=False)).faults)
 
 
-def test_edge_and_few_seeds_fail_an_experiment(made: Experiment) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"paper-of": "mine"}, "paper-of = 'mine'; it must be 'koskela'"),
+        ({"claims": {"c": {"verdict": "true"}}}, "claims.c.verdict = 'true'; it must be"),
+        ({"claims": {"c": {**REPRODUCED, "cause": "x"}}}, "claims.c.cause = 'x'; it must be"),
+        ({"claims": [1]}, "claims = [1]; it must be a table"),
+        ({"panels": []}, "panels = []; it must be a list that is not empty"),
+        ({"panels": [{"name": "a", "shows": "s"}]}, "panels[0].setting is not set"),
+        ({"panels": [{"nam": "a"}]}, "unknown key 'panels[0].nam'; did you mean 'name'?"),
+        ({"remarks": "one"}, "remarks = 'one'; it must be a list"),
+        ({"paper": {"f": "2"}}, "paper.f = '2'; it must be a number"),
+    ],
+)
+def test_mistake_in_a_table_names_its_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FedsimError, match=re.escape(message)):
+        read_table(Judgement, TREE | changes)
+
+
+def test_edge_and_few_seeds_fail_an_experiment(judgement: Judgement) -> None:
     edge = BestOfGrid("rate of x", {0.1: 80.0, 1.0: 90.0})
-    (fault,) = faults(made, some(CLAIM, choices=(edge,)), None)
+    (fault,) = reported(judgement, CLAIM, choices=(edge,)).faults
     assert "rate of x: the best of 0.1, 1 is 1, at the grid's edge" in fault
-    few = load(find("quadratic"), data=Path(), seeds=1)
-    assert any("seeds = 1" in fault for fault in faults(few, some(CLAIM), None))
+    assert any("seeds = 1" in fault for fault in reported(judgement, CLAIM, seeds=1).faults)
 
 
 def test_stored_results_come_back_for_their_settings_only(tmp_path: Path) -> None:
@@ -274,7 +305,7 @@ def test_stored_results_come_back_for_their_settings_only(tmp_path: Path) -> Non
     result: Result = {"v": [1 / 3, 2.0], "n": 3}
     Stored(
         {
-            member.name: StoredResult(digest(member.settings), result, seconds)
+            member.name: StoredResult(digest(member.settings), shortened(result), seconds)
             for member, seconds in zip(members, (None, None, 2.04), strict=True)
         },
         12.4,
@@ -312,7 +343,7 @@ def test_change_that_only_a_picture_would_show_is_a_fault(tmp_path: Path) -> Non
     path = tree["members"]["beale adaptive"]["result"]["runs"][0]["path"]
     path[3][0] += 1e-3
     (copy / "results.json").write_text(json.dumps(tree))
-    (fault,) = check(copy).faults
+    (fault,) = faults_in(copy)
     assert "README.md is not what results and judgement say" in fault
 
 
@@ -320,7 +351,7 @@ def test_missing_seed_and_missing_or_left_over_picture_are_faults(tmp_path: Path
     copy = tmp_path / "koskela-rate"
     shutil.copytree(find("koskela-rate"), copy)
     (copy / "rates.png").rename(copy / "old.png")
-    faults_of_pictures = check(copy).faults
+    faults_of_pictures = faults_in(copy)
     assert len(faults_of_pictures) == 2
     assert "old.png is of no figure here" in faults_of_pictures[0]
     assert "rates.png is missing" in faults_of_pictures[1]
@@ -328,14 +359,13 @@ def test_missing_seed_and_missing_or_left_over_picture_are_faults(tmp_path: Path
     gone = next(name for name in tree["members"] if name.endswith("seed=3"))
     del tree["members"][gone]
     (copy / "results.json").write_text(json.dumps(tree))
-    assert any(f"such as {gone}" in fault for fault in check(copy).faults)
+    assert any(f"such as {gone}" in fault for fault in faults_in(copy))
 
 
-@pytest.mark.parametrize("other", [["--quick"], ["--seeds", "4"]])
-def test_only_results_of_the_files_own_settings_are_stored(other: list[str]) -> None:
+def test_only_results_of_the_files_own_settings_are_stored() -> None:
     app = typer.Typer()
     app.command()(experiment)
-    result = CliRunner().invoke(app, ["xu", "--store", *other])
+    result = CliRunner().invoke(app, ["xu", "--store", "--quick"])
     assert isinstance(result.exception, FedsimError)
     assert "--store" in str(result.exception)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tomllib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+from experiment_helpers import run_experiment
 from safetensors.torch import load_file
 
 from experiments.framework import config_runs
 from experiments.framework.base import Experiment, Report, Result
-from experiments.framework.directories import load
-from experiments.framework.run import Outcome, Portion, run_experiment
+from experiments.framework.judge import Judged
+from experiments.framework.run import load
 from experiments.koskela.common import optimiser
 from experiments.koskela.rate import settled_rate
 from fedsim.cohorts import PoissonCohort
@@ -45,10 +46,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(tmp_path: Path, data: Path) -> Callable[..., Outcome]:
+def small(tmp_path: Path, data: Path) -> Callable[..., Judged]:
     """Runs a committed experiment with other settings, and with other keys of its run."""
 
-    def run(name: str, settings: dict[str, Any], **changes: Any) -> Outcome:
+    def run(name: str, settings: dict[str, Any], **changes: Any) -> Judged:
         directory = tmp_path / name
         shutil.copytree(COMMITTED / name, directory)
         tree = tomllib.loads((COMMITTED / name / "experiment.toml").read_text())
@@ -56,13 +57,13 @@ def small(tmp_path: Path, data: Path) -> Callable[..., Outcome]:
         (directory / "experiment.toml").write_text(tomli_w.dumps(tree | settings))
         base = RunConfig.load(COMMITTED / name / "run.toml").replace(**changes)
         (directory / "run.toml").write_text(base.to_toml())
-        return run_experiment(directory, tmp_path / "out", data=data, workers=1)
+        return run_experiment(directory, tmp_path / "out", data=data)
 
     return run
 
 
 @pytest.mark.slow
-def test_federated_figures_end_to_end(small: Callable[..., Outcome]) -> None:
+def test_federated_figures_end_to_end(small: Callable[..., Judged], tmp_path: Path) -> None:
     settings = {
         "seeds": 2,
         "rounds": 2,
@@ -73,20 +74,19 @@ def test_federated_figures_end_to_end(small: Callable[..., Outcome]) -> None:
         "rates": [0.01, 0.1],
         "adam-rates": [1e-3],
     }
-    outcome = small("koskela-federated", settings, **{"model.widths": "4"})
-    names = {path.name for path in outcome.files}
+    judged = small("koskela-federated", settings, **{"model.widths": "4"})
+    names = {path.name for path in (tmp_path / "out").iterdir()}
     wanted = ("1a", "1b", "2a", "2b-0", "2b-33", "2b-100", "3")
     assert {f"figure{n}.png" for n in wanted} <= names
-    assert all(path.stat().st_size > 100 for path in outcome.files)
-    assert {claim.name.removesuffix("-kept") for claim in outcome.report.claims} == {
+    assert {claim.name.removesuffix("-kept") for claim in judged.report.claims} == {
         "1a", "3", "2b", "2b-learnt", "1b", "2a-tuned", "2a-fixed",
     }  # fmt: skip
-    assert all(np.isfinite(value) for value in outcome.report.figures.values())
+    assert all(np.isfinite(value) for value in judged.report.figures.values())
 
 
 @pytest.mark.slow
 def test_private_figures_end_to_end_and_every_gradient_is_charged(
-    small: Callable[..., Outcome],
+    small: Callable[..., Judged], tmp_path: Path
 ) -> None:
     settings = {
         "seeds": 1,
@@ -98,19 +98,19 @@ def test_private_figures_end_to_end_and_every_gradient_is_charged(
         "adam-rates": [1e-3, 1e-2],
     }
     changes = {"model.widths": "4", "client.batch-size": 50, "client.adapt-rounds": 1}
-    outcome = small("koskela-mnist", settings, **changes)
-    assert {"figure4.png", "figure5.png"} <= {path.name for path in outcome.files}
+    judged = small("koskela-mnist", settings, **changes)
+    assert {"figure4.png", "figure5.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     # Two rounds of four gradients: two ADADP iterations, then four plain steps.
     cohort = PoissonCohort(rate=50 / 200)
     spent = epsilon(noise_multiplier=8.0, cohort=cohort, rounds=8, delta=1e-5)
-    figures = outcome.report.figures
+    figures = judged.report.figures
     assert figures["epsilon sigma=8"] == pytest.approx(spent, rel=1e-3)
     assert figures["epsilon sigma=8"] < figures["epsilon sigma=2"]
 
 
 @pytest.mark.slow
 def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
-    small: Callable[..., Outcome], tmp_path: Path
+    small: Callable[..., Judged], tmp_path: Path
 ) -> None:
     public = RunConfig.load(COMMITTED / "koskela-frozen" / "public.toml")
     few = public.replace(**{"data.train": ":100", "rounds": 1, "evaluate.every": 1})
@@ -127,13 +127,13 @@ def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
         "adam-rates": [1e-3],
     }
     changes = {"client.batch-size": 10, "data.train": "100:"}
-    outcome = small("koskela-frozen", settings, **changes)
-    figures = outcome.report.figures
+    judged = small("koskela-frozen", settings, **changes)
+    figures = judged.report.figures
     assert figures["epsilon sigma=2"] > 0
     assert {"adadp from 0.1 sigma=2", "adadp from 1 sigma=2"} <= set(figures)
-    assert {claim.name for claim in outcome.report.claims} == {"4-best-sigma2", "starts-sigma2"}
-    assert {"figure4.png", "starts.csv"} <= {path.name for path in outcome.files}
-    (pretrained,) = (tmp_path / "out").glob("koskela-public-*/model.safetensors")
+    assert {claim.name for claim in judged.report.claims} == {"4-best-sigma2", "starts-sigma2"}
+    assert {"figure4.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    (pretrained,) = (tmp_path / "out" / "runs").glob("pretraining-*/model.safetensors")
     before = pretrained.stat().st_mtime_ns
     experiment = load(tmp_path / "koskela-frozen", data=tmp_path)
     experiment.prepare(tmp_path / "out")
@@ -156,7 +156,7 @@ def test_no_public_image_is_a_private_one() -> None:
 
 @pytest.mark.slow
 def test_rate_settles_at_the_formulas_within_two_percent_from_three_starts(
-    small: Callable[..., Outcome],
+    small: Callable[..., Judged],
 ) -> None:
     settings = {"starts": [0.01, 0.1, 1.0], "sigmas": [4.0], "settled": 60, "seeds": 1}
     changes = {
@@ -166,9 +166,9 @@ def test_rate_settles_at_the_formulas_within_two_percent_from_three_starts(
         "client.mechanism.clip-norm": 1.5,
         "rounds": 14,
     }
-    outcome = small("koskela-rate", settings, **changes)
-    figures = outcome.report.figures
-    assert [claim.reproduced for claim in outcome.report.claims] == [True]
+    judged = small("koskela-rate", settings, **changes)
+    figures = judged.report.figures
+    assert [claim.reproduced for claim in judged.report.claims] == [True]
     for start in (0.01, 0.1, 1.0):
         there = figures[f"eta sigma=4 from {start:g}"]
         assert there == pytest.approx(figures["predicted sigma=4"], rel=0.02)
@@ -265,7 +265,7 @@ def test_eta_0_does_not_matter_where_all_starts_end_close_together(
 
 def test_gap_to_tuned_sgd_is_taken_at_every_scale_and_horizon(data: Path) -> None:
     experiment = load(COMMITTED / "koskela-scale", data=data)
-    settings = experiment.settings.model_dump()
+    settings = asdict(experiment.settings)
     rounds = list(range(1, max(settings["horizons"]) + 1))
     results: dict[str, Result] = {}
     for member in experiment.members():
@@ -287,8 +287,8 @@ def test_gap_to_tuned_sgd_is_taken_at_every_scale_and_horizon(data: Path) -> Non
 def test_an_interrupted_pretraining_is_not_taken_for_a_finished_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(config: RunConfig, *, out: Path, overwrite: bool) -> SimpleNamespace:
-        out.mkdir(parents=True, exist_ok=overwrite)
+    def interrupted(config: RunConfig, *, out: Path, resume: bool) -> SimpleNamespace:
+        out.mkdir(parents=True, exist_ok=resume)
         return SimpleNamespace(ended="interrupted")
 
     monkeypatch.setattr(config_runs, "run_config", interrupted)
@@ -310,8 +310,6 @@ def test_a_run_that_was_asked_to_end_leaves_no_result(
 
     monkeypatch.setattr(config_runs, "run_config", drive)
     monkeypatch.setattr(config_runs, "_verified", lambda directory: {})
-    directory, again = COMMITTED / "koskela-federated", Portion(again=True)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(directory, tmp_path, data=data, workers=1, portion=again)
-    members = [json.loads(path.read_text()) for path in (tmp_path / "members").iterdir()]
-    assert sum("result" in member for member in members) == 1
+        run_experiment(COMMITTED / "koskela-federated", tmp_path, data=data, again=True)
+    assert len(list((tmp_path / "members").iterdir())) == 1

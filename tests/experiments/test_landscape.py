@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import tomli_w
+from experiment_helpers import run_experiment, write_judgement
 
-from experiments.framework import find
 from experiments.framework.base import Result
-from experiments.framework.directories import load
-from experiments.framework.run import Portion, run_experiment
+from experiments.framework.run import find, load
 from experiments.landscape.landscape import PRICE, Landscape
 from fedsim.privacy import epsilon
 
 SETTINGS: dict[str, Any] = {
-    "experiment": "landscape",
+    "experiment": "landscape.landscape:Landscape",
     "seeds": 2,
     "title": "T",
     "panel": "P",
@@ -55,6 +54,7 @@ def written(directory: Path, **changes: Any) -> Path:
     directory.mkdir()
     (directory / "experiment.toml").write_text(tomli_w.dumps(SETTINGS | changes))
     (directory / "run.toml").write_text(tomli_w.dumps(RUN))
+    write_judgement(directory)
     return directory
 
 
@@ -69,9 +69,7 @@ def test_fresh_seeds_are_run_at_the_bound_that_is_best_on_validation_examples(
     tmp_path: Path,
 ) -> None:
     directory = written(tmp_path / "map")
-    first = run_experiment(
-        directory, tmp_path / "out", workers=1, portion=Portion(only="IID, eps=8, a *")
-    )
+    first = run_experiment(directory, tmp_path / "out", only="IID, eps=8, a *")
     # Its grid, and then its fresh seeds; the other cells are missing, and their claim is open.
     results = {name: one.result for name, one in first.stored.members.items()}
     grid = {name: r["validation"] for name, r in results.items() if "C=" in name}
@@ -82,7 +80,7 @@ def test_fresh_seeds_are_run_at_the_bound_that_is_best_on_validation_examples(
     settings = [member.settings for member in experiment.followers(results)]
     bounds = [experiment.config_of(one).mechanism.clip_norm for one in settings]
     assert bounds == [float(bound)] * 2
-    assert first.missing == 2 + 3 * 3
+    assert len(first.missing) == 2 + 3 * 3
     assert first.report is not None
     (claim,) = first.report.claims
     assert (claim.reproduced, claim.measured) == (None, "not all of its runs are made")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.framework import find
-from experiments.framework.directories import load
+from experiments.framework.run import find, load
 from experiments.niid.federations import FEWEST, CappedDirichlet, TwoClasses
 from experiments.niid.niid import welch
 

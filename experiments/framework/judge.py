@@ -1,0 +1,463 @@
+"""Judge an experiment's results, and write its page and pictures from them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, get_args
+
+import experiments
+from experiments.framework.base import (
+    FLAT,
+    NOT_EMPTY,
+    Experiment,
+    ExperimentMember,
+    PaperClaim,
+    Report,
+    Row,
+    Verdict,
+    read_table,
+)
+from experiments.framework.run import Stored, directories, gathered, load, read_toml
+from fedsim import regular_files
+from fedsim.arguments import one_of
+from fedsim.reports.plots import save
+from fedsim.settings import Constraint
+
+FEWEST_SEEDS = 3
+_TEXTS = read_toml(Path(experiments.__file__).parent / "pages.toml")
+NOT_MEASURED: str = _TEXTS["not-measured"]
+PAPERS: dict[str, str] = _TEXTS["papers"]
+"""What each group of experiments is about, in the overview's order."""
+CAUSES: dict[str, str] = {"": "", **_TEXTS["causes"]}
+"""What a claim that is not reproduced is put down to."""
+
+_PLACE = re.compile(r"\{(.+?)(?::([^:{}]+))?\}")
+
+
+def _word(words: Collection[str]) -> Constraint:
+    return Constraint(words.__contains__, one_of(tuple(words)))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure or table of a paper.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the paper, such as "Fig. 2".
+    shows : str
+        What the paper shows there and says about it.
+    setting : str
+        The setting here, and how it differs from the paper's.
+    pictures, tables : list of str
+        Names of the report's pictures and tables that belong to it.
+    """
+
+    name: str
+    shows: str
+    setting: str
+    pictures: list[str] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """How a claim was judged.
+
+    Attributes
+    ----------
+    verdict : "reproduced", "not reproduced" or "not decided"
+    cause : str
+        Why a claim is not reproduced or not decided. Conjectures, which no run here shows:
+        "setting" (the setting here), "scale" (the smaller scale here), "printed" (the algorithm as
+        printed). Facts: "unit" (it depends on the unit of a rate, which the paper does not give),
+        "seeds" (the spread over seeds), "paper" (a calculation shows that the cause is in the
+        paper), "unrun" (runs are missing).
+    why : str
+        An explanation in words.
+    """
+
+    verdict: Verdict
+    cause: Annotated[str, _word(CAUSES)] = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """``judgement.toml``: text, verdicts, and the numbers that a paper prints.
+
+    In all sentences but those on the paper (``shows``), ``{name}`` or ``{name:.2f}`` is replaced
+    by a figure of the report, and ``{seeds}`` by the number of seeds, so that no sentence
+    contradicts the results.
+
+    Attributes
+    ----------
+    about : str
+        What is run, and how; a paragraph of Markdown.
+    not_run : str
+        Why runs are missing; empty if none is.
+    run_seconds : float
+        Expected seconds of a run on one core, used if no run is stored; 0 if unknown.
+    remarks : list of str
+    panels : list of Panel
+    claims : mapping of str to Claimed
+        Judgements by the claim's name.
+    paper : mapping of str to float
+        Figures printed in the paper, by the name of the report's figure.
+    earlier : mapping of str to float
+        Figures of an earlier run whose single results are not kept, shown if no others are stored;
+        no verdict is based on them.
+    """
+
+    title: str
+    paper_of: Annotated[str, _word(PAPERS)]
+    about: str
+    panels: Annotated[list[Panel], NOT_EMPTY]
+    not_run: str = ""
+    run_seconds: float = 0.0
+    remarks: list[str] = field(default_factory=list)
+    claims: dict[str, Claimed] = field(default_factory=dict)
+    paper: dict[str, float] = field(default_factory=dict)
+    earlier: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> Judgement:
+        """Read an experiment's ``judgement.toml``.
+
+        Raises
+        ------
+        FedsimError
+            If it is missing, cannot be read, or has other keys.
+        """
+        path = directory / "judgement.toml"
+        return read_table(cls, read_toml(path), f"{path}: ")
+
+    def sentences(self) -> Iterator[str]:
+        """The sentences in which figures may be inserted."""
+        yield from (self.about, *self.remarks)
+        yield from (panel.setting for panel in self.panels)
+        yield from (claimed.why for claimed in self.claims.values())
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An experiment's results, what they say, and its page.
+
+    Attributes
+    ----------
+    experiment : Experiment
+    judgement : Judgement
+    stored : Stored
+        Results of known members.
+    members : list of ExperimentMember
+        The known members.
+    report : Report or None
+        None if there are too few results for one.
+    """
+
+    experiment: Experiment
+    judgement: Judgement
+    stored: Stored
+    members: list[ExperimentMember]
+    report: Report | None
+
+    @cached_property
+    def missing(self) -> list[ExperimentMember]:
+        """Known members without a result."""
+        return [member for member in self.members if member.name not in self.stored.members]
+
+    @cached_property
+    def faults(self) -> list[str]:
+        """Reasons why the report is not valid, as sentences; empty if it is.
+
+        These are: missing runs without a reason, a best value at its grid's edge, a verdict from
+        too few seeds, claims with another verdict than the judgement's or without a cause, and
+        names that do not exist.
+        """
+        wrong = []
+        if self.missing and not self.judgement.not_run:
+            wrong.append(
+                f"{len(self.missing)} results are missing, such as {self.missing[0].name}, and "
+                "not-run does not say why."
+            )
+        if self.judgement.not_run and not self.missing:
+            wrong.append("not-run says why runs are missing, and none is.")
+        return wrong if self.report is None else wrong + self._faults_of(self.report)
+
+    def _faults_of(self, report: Report) -> list[str]:
+        judgement, seeds = self.judgement, self.experiment.settings.seeds
+        wrong = [
+            f"{choice.of}: the best of {', '.join(f'{value:g}' for value in sorted(choice.scores))}"
+            f" is {choice.value:g}, at the grid's edge; the grid must go on beyond it."
+            for choice in report.choices
+            if choice.at_edge
+        ]
+        if seeds < FEWEST_SEEDS:
+            wrong.append(f"seeds = {seeds}; a verdict needs {FEWEST_SEEDS} or more.")
+        claims = {claim.name: claim for claim in report.claims}
+        places = [p[1] for text in judgement.sentences() for p in _PLACE.finditer(text)]
+        wrong += _unknown("claims", judgement.claims, claims)
+        wrong += _unknown("paper", judgement.paper, report.figures)
+        wrong += _unknown("sentences", places, self._figures)
+        tables = [table.name for table in report.tables]
+        for panel in judgement.panels:
+            wrong += _unknown(f"{panel.name}: pictures", panel.pictures, report.pictures)
+            wrong += _unknown(f"{panel.name}: tables", panel.tables, tables)
+        wrong += [f"claims.{name} is missing." for name in claims if name not in judgement.claims]
+        for name, claimed in judgement.claims.items():
+            if name in claims:
+                wrong += self._claim_faults(claims[name], claimed)
+        return wrong
+
+    def _claim_faults(self, claim: PaperClaim, claimed: Claimed) -> list[str]:
+        wrong = []
+        if claim.verdict != claimed.verdict:
+            wrong.append(
+                f"claims.{claim.name} is judged '{claimed.verdict}' and came out "
+                f"'{claim.verdict}': {claim.measured}."
+            )
+        if (claimed.verdict == "reproduced") == bool(claimed.cause):
+            wrong.append(
+                f"claims.{claim.name}.cause is {claimed.cause!r}; it says what a claim that is not "
+                "reproduced, or not decided, is put down to, and only there."
+            )
+        if claim.panel not in [panel.name for panel in self.judgement.panels]:
+            wrong.append(f"claims.{claim.name} is about {claim.panel!r}, which is no panel.")
+        return wrong
+
+    @property
+    def unrun(self) -> str:
+        """Markdown on the missing runs: why they are, how many, each cell's hours and command."""
+        names = {member.name for member in self.missing}
+        known = all(member.name not in names for member in self.experiment.members())
+        more = not known and type(self.experiment).followers is not Experiment.followers
+        text = (
+            f"{self.judgement.not_run.strip()} {len(names):,} of {len(self.members):,} runs are "
+            f"missing{', not counting those that follow from their results' * more}"
+        ).strip()
+        cells: dict[str, list[float]] = {}
+        for member in self.missing:
+            cells.setdefault(member.cell, []).append(self._seconds(member.cell))
+        if not (total := sum(map(sum, cells.values()))):
+            return f"{text}."
+        rows: list[Row] = []
+        for cell, seconds in cells.items():
+            pattern = cell if cell in names else f"{cell} *"
+            command = f"fedsim experiment {self.name} --only"
+            hours = sum(seconds) / 3600
+            rows.append([cell, len(seconds), hours, f'`{command} "{pattern}" --store`'])
+        table = markdown_table(["not run", "runs", "hours of one core", "command"], rows, 2)
+        return f"{text}: an estimated {_duration(total)} of one core.\n\n{table}"
+
+    def _seconds(self, cell: str) -> float:
+        """Expected seconds of a run: the mean of its cell's or of all runs, or the judgement's."""
+        stored = self.stored
+        alike = [stored.members.get(member.name) for member in self.members if member.cell == cell]
+        times = [one.seconds for one in alike if one is not None and one.seconds is not None]
+        if times:
+            return fmean(times)
+        on_cores = len(stored.members) - stored.on_gpu
+        return stored.seconds / on_cores if on_cores else self.judgement.run_seconds
+
+    @cached_property
+    def page(self) -> str:
+        """README.md of the experiment; without results it states that there are none."""
+        judgement, stored, name = self.judgement, self.stored, self.name
+        count = len(stored.members)
+        checked = "judges the stored results again" if count else "says what it would take"
+        blocks = [
+            f"# {judgement.title}",
+            f"    fedsim experiment {name} --data DIRECTORY\n"
+            f"    fedsim experiment {name} --check             # {checked}",
+            f"{PAPERS[judgement.paper_of]}.",
+            self._filled(judgement.about.strip()),
+        ]
+        if count:
+            cores = f"{_duration(stored.seconds)} on one core of a busy machine"
+            mixed = f"{stored.on_gpu:,} of them on a GPU, {cores} for the rest"
+            machines = {0: cores, count: "on a GPU"}.get(stored.on_gpu, mixed)
+            private = sum("ledger" in member.result for member in stored.members.values())
+            ledgers = f" {_TEXTS['private'].format(count=private)}" if private else ""
+            blocks.append(
+                f"{count:,} runs, {machines}. Everything below is written from `results.json` "
+                f"({stored.fingerprint}) and `judgement.toml`. {_TEXTS['rule']}{ledgers}"
+            )
+        return "\n\n".join([*blocks, *self._sections()]) + "\n"
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment."""
+        return self.experiment.directory.name
+
+    def _sections(self) -> list[str]:
+        """Markdown of every panel, the remarks, and the paper's numbers, each under a heading."""
+        judgement, report = self.judgement, self.report
+        if report is None:
+            settings = [f"- **{p.name}.** {self._setting(p, ' ')}" for p in judgement.panels]
+            blocks = [f"**{NOT_MEASURED}** {self.unrun}", "\n".join(settings)]
+            if judgement.earlier:
+                table = markdown_table(["figure", "then"], list(judgement.earlier.items()), 3)
+                blocks += ["## Figures of an earlier run", _TEXTS["earlier"], table]
+            return blocks
+        blocks = []
+        for panel in judgement.panels:
+            blocks += [f"## {panel.name}", *self._panel(panel, report)]
+        remarks = [f"- {self._filled(remark)}" for remark in judgement.remarks]
+        ends = [
+            f"{choice.of} (best {choice.value:g}, end {end:g})"
+            for choice in report.choices
+            for end in choice.flat_ends
+        ]
+        if ends:
+            remarks.append("- " + _TEXTS["flat"].format(flat=f"{FLAT:g}", ends="; ".join(ends)))
+        if remarks:
+            blocks += ["## Remarks", "\n".join(remarks)]
+        if self.missing:
+            blocks += ["## What was not run", self.unrun]
+        if judgement.paper:
+            here = report.figures
+            rows = [[name, says, here.get(name)] for name, says in judgement.paper.items()]
+            table = markdown_table(["figure", "paper", "here"], rows, 3)
+            blocks += ["## Figures that the paper prints", table]
+        return blocks
+
+    def _panel(self, panel: Panel, report: Report) -> Iterator[str]:
+        """Markdown of one figure or table: both settings, verdicts, tables and pictures."""
+        yield self._setting(panel, "\n\n")
+        lines = []
+        for claim in (claim for claim in report.claims if claim.panel == panel.name):
+            claimed = self.judgement.claims.get(claim.name, Claimed(claim.verdict))
+            cause = f" ({CAUSES[claimed.cause]})" if claimed.cause else ""
+            why = f" {self._filled(claimed.why)}" if claimed.why else ""
+            verdict = claim.verdict.capitalize()
+            lines.append(f"- **{verdict}**{cause}: {claim.says}: *{claim.measured}*.{why}")
+        if lines:
+            yield "\n".join(lines)
+        tables = {table.name: table for table in report.tables}
+        for table in (tables[name] for name in panel.tables if name in tables):
+            yield ", ".join(table.title.splitlines())
+            yield markdown_table(table.columns, table.rows, table.digits)
+        for name in panel.pictures:  # each links to itself, as columns may be too narrow for it
+            yield f"[![{panel.name}: {name}]({name}.png)]({name}.png)"
+
+    def _setting(self, panel: Panel, between: str) -> str:
+        return f"*In the paper:* {panel.shows}{between}*Here:* {self._filled(panel.setting)}"
+
+    @property
+    def _figures(self) -> dict[str, float]:
+        seeds = {"seeds": self.experiment.settings.seeds}
+        return {**seeds, **(self.report.figures if self.report is not None else {})}
+
+    def _filled(self, sentence: str) -> str:
+        """Insert figures into a sentence; places that name no figure are left unchanged."""
+        figures = self._figures
+        return _PLACE.sub(
+            lambda p: format(figures[p[1]], p[2] or "g") if p[1] in figures else p[0], sentence
+        )
+
+    def summary(self, panel: Panel) -> Row:
+        """A panel's row in the overview: how many of its claims have which verdict, and why."""
+        if self.report is None:
+            return [panel.name, f"`{self.name}`", "", "not measured", ""]
+        claims = [claim for claim in self.report.claims if claim.panel == panel.name]
+        counts = Counter(claim.verdict for claim in claims)
+        verdicts = [f"{counts[word]} {word}" for word in get_args(Verdict) if counts[word]]
+        others = [claim.name for claim in claims if claim.reproduced is not True]
+        judged, seeds = self.judgement.claims, str(self.experiment.settings.seeds)
+        causes = dict.fromkeys(CAUSES[judged[name].cause] for name in others if name in judged)
+        return [panel.name, f"`{self.name}`", seeds, ", ".join(verdicts), "; ".join(causes)]
+
+    def write(self, directory: Path) -> None:
+        """Write README.md and the pictures into a directory, and remove other pictures."""
+        (directory / "README.md").write_text(self.page, encoding="utf-8")
+        for old in directory.glob("*.png"):
+            old.unlink()
+        for name, picture in (self.report.pictures if self.report else {}).items():
+            save(picture, directory / f"{name}.png")
+
+
+def judge(experiment: Experiment, stored: Stored) -> Judged:
+    """Judge an experiment's results.
+
+    Raises
+    ------
+    FedsimError
+        If its ``judgement.toml`` cannot be read.
+    """
+    judgement = Judgement.load(experiment.directory)
+    results, members = gathered(experiment, stored.get)
+    report = None
+    if results and (len(results) == len(members) or experiment.partial):
+        report = experiment.report({name: one.result for name, one in results.items()})
+    return Judged(experiment, judgement, Stored(results, stored.untimed), members, report)
+
+
+def faults_of_page(judged: Judged) -> list[str]:
+    """Differences of what its directory has, results, page and pictures, from what was judged."""
+    directory, wrong = judged.experiment.directory, []
+    kept = Stored.load(directory).members.keys()
+    if over := sorted(kept - judged.stored.members.keys()):
+        wrong.append(f"{len(over)} results are of no member's settings, such as {over[0]}.")
+    page = directory / "README.md"
+    if not page.is_file() or regular_files.read_text(page) != judged.page:
+        wrong.append(f"{page} is not what results and judgement say; --store writes it.")
+    pictures = set(judged.report.pictures) if judged.report else set()
+    for name in sorted(pictures ^ {path.stem for path in directory.glob("*.png")}):
+        word = "missing" if name in pictures else "of no figure here"
+        wrong.append(f"{directory / name}.png is {word}; --store writes the pictures.")
+    return wrong
+
+
+def overview() -> str:
+    """One page with every figure and table of the papers, next to what each paper says.
+
+    In Markdown; pictures are linked below ``pictures/``.
+    """
+    root, blocks = Path(experiments.__file__).parent, [_TEXTS["introduction"].strip()]
+    everything = [
+        judge(load(path, data=Path("data")), Stored.load(path)) for path in directories().values()
+    ]
+    for key, title in PAPERS.items():
+        of_paper = [one for one in everything if one.judgement.paper_of == key]
+        rows = [one.summary(panel) for one in of_paper for panel in one.judgement.panels]
+        columns = ["panel", "experiment", "seeds", "verdict", "cause"]
+        blocks += [f"## {title}", markdown_table(columns, rows, 2)]
+        for one in of_paper:
+            pictures = f"pictures/{one.experiment.directory.relative_to(root).as_posix()}/"
+            page = re.sub(r"^#", "###", one.page.strip(), flags=re.MULTILINE)
+            blocks.append(re.sub(r"\]\((?=[\w-]+\.png\))", f"]({pictures}", page))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _unknown(what: str, named: Collection[str], known: Collection[str]) -> list[str]:
+    return [f"{what}: there is no {name!r} in the report." for name in named if name not in known]
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Row], digits: int) -> str:
+    """A Markdown table, with numbers rounded to ``digits``."""
+    lines = [[_cell(column, digits) for column in columns], ["---"] * len(columns)]
+    lines += [[_cell(value, digits) for value in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: str | float | None, digits: int) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str | int):
+        return str(value).replace("|", "\\|").replace("\n", " ")
+    small = 0 < abs(value) < 10 ** (1 - digits)
+    return f"{value:.{digits}g}" if small else f"{value:,.{digits}f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} seconds"
+    minutes = seconds / 60
+    return f"{minutes:.0f} minutes" if minutes < 90 else f"{minutes / 60:.1f} hours"
