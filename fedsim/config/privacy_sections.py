@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
-from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, Needs
+from fedsim.config.tables import OUTSIDE_DIGEST, OUTSIDE_RELEASE, Choice, ConfigTable, Needs
 from fedsim.config.values import split_top_level
 from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
 
@@ -81,9 +81,9 @@ class NoiseSection(Choice, table="noise"):
     cohort_population: Annotated[int, Needs("cohort-size"), Ge(0)] = 0
     """The population from which the cohort of noise.cohort-size would be sampled; 0 for
     partition.clients."""
-    delta: Annotated[float, Ge(1e-100), Lt(1)] = 1e-5
+    delta: Annotated[float, OUTSIDE_DIGEST, Ge(1e-100), Lt(1)] = 1e-5
     """The delta of every epsilon; it should be below 1 / population."""
-    entropy: Literal["", "config", "system"] = ""
+    entropy: Annotated[Literal["", "config", "system"], OUTSIDE_DIGEST] = ""
     """The source of noise, cohorts and batches: 'config' is the seed, so that runs repeat; 'system'
     is the operating system, which real clients need. Empty for 'system' in a deployment that adds
     noise, else 'config'."""
@@ -138,7 +138,7 @@ class ClientNoiseSection(ConfigTable, table="client.noise"):
     multiplier is found."""
     max_epsilon: Annotated[float | None, OUTSIDE_RELEASE, Gt(0)] = None
     """Privacy budget: the run ends before any client's epsilon exceeds this."""
-    delta: Annotated[float, Ge(1e-100), Lt(1)] = 1e-5
+    delta: Annotated[float, OUTSIDE_DIGEST, Ge(1e-100), Lt(1)] = 1e-5
     """The delta of epsilon; it should be below 1 / (a client's examples)."""
     sampling: Literal["poisson", "shuffle"] = "poisson"
     """An independent Poisson batch for each step, or shuffled passes over the examples."""

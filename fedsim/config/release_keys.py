@@ -6,37 +6,51 @@ from collections.abc import Iterator
 
 from fedsim import registry
 from fedsim.config.run_config import RunConfig
-from fedsim.config.tables import OUTSIDE_RELEASE, OUTSIDE_TRAINING, Choice, ConfigTable, is_table
+from fedsim.config.tables import (
+    OUTSIDE_DIGEST,
+    OUTSIDE_RELEASE,
+    OUTSIDE_TRAINING,
+    Choice,
+    ConfigTable,
+    is_table,
+)
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
-from fedsim.settings import NamesPath, settings_of
+from fedsim.settings import REQUIRED, NamesPath, Setting, settings_of
 
 
 def release_digest(config: RunConfig) -> str:
-    """Digest of a config whose noise multipliers and entropy are resolved.
+    """Digest of a config whose noise multipliers are resolved.
 
     Two configs with the same digest release the same values with the same noise. It does not cover
-    the examples, where they are stored, and the code of the user's own classes.
+    the examples, where they are stored, and the code of the user's own classes. Keys at their
+    defaults are left out, so that a key that a version adds or removes changes no noise.
 
     Raises
     ------
     FedsimError
         If the config is not resolved by `fedsim.runs.resolve`.
     """
-    for key, value, resolved_value in (
-        ("noise.target-epsilon", config.noise.target_epsilon, None),
-        ("client.noise.target-epsilon", config.client.noise.target_epsilon, None),
-        ("noise.entropy", config.noise.entropy or None, config.noise.entropy or "resolved"),
+    for key, target in (
+        ("noise.target-epsilon", config.noise.target_epsilon),
+        ("client.noise.target-epsilon", config.client.noise.target_epsilon),
     ):
-        if value != resolved_value:
-            raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
-    outside, flat = keys_outside_release(), config.to_run_config()
-    # Without an adapter its keys are left out, as in versions that had none: the digest keys the
-    # noise, which must stay the same.
-    if config.adapter.name == "none":
-        flat = {key: value for key, value in flat.items() if not key.startswith("adapter.")}
-    return digest_of({key: value for key, value in flat.items() if key not in outside})
+        if target is not None:
+            raise FedsimError(f"{key} is {target!r}; a release digest is of a resolved config.")
+    left_out, defaults = set(keys_outside_release()), {}
+    for key, setting in _settings(config):
+        if OUTSIDE_DIGEST in setting.metadata:
+            left_out.add(key)
+        elif setting.default is not REQUIRED:
+            defaults[key] = setting.write(setting.default)
+    return digest_of(
+        {
+            key: value
+            for key, value in config.to_run_config().items()
+            if key not in left_out and (key not in defaults or value != defaults[key])
+        }
+    )
 
 
 def keys_outside_release() -> frozenset[str]:
@@ -86,16 +100,23 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
     yield table
 
 
-def path_keys(config: RunConfig, *uses: str) -> dict[str, NamesPath]:
-    """Marks of the keys that may name a file or directory, for one of ``uses`` or for any use."""
-    keys = {}
+def _settings(config: RunConfig) -> Iterator[tuple[str, Setting]]:
+    """Settings of all tables and of the things that they choose, each with its dotted key."""
     for table in _all_tables(config):
         chosen = table.own_settings(table.chosen) if isinstance(table, Choice) else ()
         for setting in (*settings_of(type(table)), *chosen):
-            for mark in setting.metadata:
-                if isinstance(mark, NamesPath) and (not uses or mark.use in uses):
-                    keys[table.key(setting.key)] = mark
-    return keys
+            if not is_table(setting):
+                yield table.key(setting.key), setting
+
+
+def path_keys(config: RunConfig, *uses: str) -> dict[str, NamesPath]:
+    """Marks of the keys that may name a file or directory, for one of ``uses`` or for any use."""
+    return {
+        key: mark
+        for key, setting in _settings(config)
+        for mark in setting.metadata
+        if isinstance(mark, NamesPath) and (not uses or mark.use in uses)
+    }
 
 
 def text_options(config: RunConfig) -> list[tuple[str, str]]:

@@ -45,7 +45,16 @@ class NamesOf:
 
 
 OUTSIDE_RELEASE = object()
-"""Marks a key or a table whose changes never change what a run releases."""
+"""Marks a key or a table whose changes never change what a run releases.
+
+It is not in the release digest, and a resumed run may change it.
+"""
+
+OUTSIDE_DIGEST = object()
+"""Marks a key that a resumed run must keep, although other noise need not follow from it.
+
+It says what is claimed of the released values, or whether the digest keys their noise at all.
+"""
 
 OUTSIDE_TRAINING = object()
 """Marks a key or a table that no trainer reads.
