@@ -374,6 +374,8 @@ def test_names_and_values_reach_a_terminal_as_text_and_shortened(
     ):
         assert refused(*arguments, expected=_status_of(arguments, words))[:-1].isprintable()
     name = words.replace("/", "")
+    if not name.isprintable():
+        return  # such an entry of a file is no array of the data set
     np.savez(tmp_path / "own.npz", **USABLE, **{f"{name}_train": np.zeros(2)})
     told = refused("run", "c.toml", "--set", "data.name=./own.npz")
     assert " of shape (2,)" in told
