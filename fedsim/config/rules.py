@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fedsim.arguments import shown
 from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
+from fedsim.privacy.plan import refuse_noise
 
 # Stands for `fedsim.config.RunConfig`, whose module imports this one.
 RunConfig: TypeAlias = Any
@@ -31,6 +32,24 @@ def check_rules(config: RunConfig) -> None:
         value = attrgetter(key.replace("-", "_"))(config)
         value = "" if value is None else value
         raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
+    _check_objects(config)
+
+
+def _check_objects(c: RunConfig) -> None:
+    """Make the objects that need no torch: they refuse themselves what they cannot be.
+
+    A user's own are made when the run is resolved, since reading a config imports no code.
+    """
+    if not c.cohort.has_options(c.cohort.name):
+        c.cohort.make(population=c.partition.clients, rounds=c.rounds)
+    if not c.mechanism.has_options(c.mechanism.name):
+        bound = c.mechanism.make()
+        for key, amount in (
+            ("noise.multiplier", c.noise.multiplier),
+            ("noise.target-epsilon", c.noise.target_epsilon),
+        ):
+            if amount:
+                refuse_noise(bound, key, amount)
 
 
 def _model(c: RunConfig) -> Refusals:
@@ -132,7 +151,7 @@ def _noise(c: RunConfig) -> Refusals:
 
 
 def _devices(c: RunConfig) -> Refusals:
-    """Devices, engines, cohorts."""
+    """Devices and engines."""
     devices, cores = c.devices, c.engine.cpus_per_worker
     if devices.trace and devices.availability != 1:
         yield (
@@ -151,41 +170,17 @@ def _devices(c: RunConfig) -> Refusals:
             "engine.cpus-per-worker",
             "a whole number with engine.name = 'simulation': Flower's keeps whole cores",
         )
-    if c.cohort.name == "fixed" and c.cohort.size > c.partition.clients:
-        yield "cohort.size", f"at most partition.clients = {c.partition.clients}, the population"
 
 
 def _bounds(c: RunConfig) -> Refusals:
-    """Noise is allowed only with a bound that gives a guarantee, which needs it."""
+    """A bound that gives a guarantee needs noise."""
     bound, noise = c.mechanism, c.noise
-    for key, amount in (
-        ("noise.multiplier", noise.multiplier),
-        ("noise.target-epsilon", noise.target_epsilon),
-    ):
-        if amount and bound.is_robust:
-            yield (
-                key,
-                f"unset while mechanism.name = '{bound.name}': how far one client moves a robust "
-                "mean depends on all other updates, and the plan does not bound it",
-            )
-        if amount and bound.name == "none":
-            yield (
-                key,
-                "unset while mechanism.name = 'none': noise protects only what a mechanism bounds, "
-                "so choose one such as 'clipping'",
-            )
     amounts = (noise.multiplier, noise.target_epsilon)
     if bound.name != "none" and not bound.is_robust and amounts == (None, None):
         yield (
             "noise.multiplier",
             "a number (0.0 for no noise), or noise.target-epsilon set, while mechanism.name = "
             f"'{bound.name}'",
-        )
-    if noise.target_epsilon is not None and bound.gives_none:
-        yield (
-            "noise.target-epsilon",
-            "unset while mechanism.unsafe-non-private-raw-statistics = true, for which no noise "
-            "gives a finite epsilon",
         )
 
 

@@ -37,6 +37,10 @@ class NoPrivacy(Bound):
     """The weights of the mean: each client's number of examples, as in FedAvg, or uniform."""
 
     guarantee: ClassVar[Guarantee] = "none"
+    no_noise: ClassVar[str] = (
+        "noise protects only what a mechanism bounds; choose one such as 'clipping'"
+    )
+    """Why noise would protect nobody."""
     free: ClassVar[bool] = True
     keeps_rows: ClassVar[bool] = True
     bare_sums: ClassVar[Mapping[str, BareSum]] = {
@@ -45,11 +49,7 @@ class NoPrivacy(Bound):
     }
 
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
-        """No noise; a multiplier other than 0 is refused."""
-        if noise_multiplier != 0:
-            raise FedsimError(
-                f"noise-multiplier is {noise_multiplier}; without a bound on rows it must be 0."
-            )
+        """No noise: a plan with any is refused."""
         return {"sum": 0.0}
 
     def radius(self, ready: State, d: int) -> float:

@@ -79,6 +79,36 @@ class DeclaredBound:
         return self.words
 
 
+def refuse_noise(bound: Bounded, key: str, amount: float) -> None:
+    """Refuse noise, or a target for it, if it would protect nobody with this bound.
+
+    Parameters
+    ----------
+    bound : Bounded
+        If it, or a bound inside it, has the attribute ``no_noise``, that is the reason.
+    key : str
+        The setting that asks for noise: ``noise.multiplier``, ``client.noise.target-epsilon``.
+    amount : float
+
+    Raises
+    ------
+    FedsimError
+    """
+    name = f"{type(bound).__name__} ({key.rpartition('noise.')[0]}mechanism.name)"
+    if reason := _no_noise(bound):
+        raise FedsimError(f"{key} is {amount}; it must be unset with {name}: {reason}.")
+    if key.endswith("target-epsilon") and bound.guarantee == "none":
+        raise FedsimError(
+            f"{key} is {amount}; it must be unset with {name}, which gives no guarantee with any "
+            "noise."
+        )
+
+
+def _no_noise(bound: object) -> str:
+    inner = (reason for part in _bounds_in(bound) if (reason := _no_noise(part)))
+    return str(getattr(bound, "no_noise", "")) or next(inner, "")
+
+
 BoundT = TypeVar("BoundT", bound=Bounded, covariant=True)
 
 
@@ -146,6 +176,8 @@ class ReleasePlan(Generic[BoundT]):
             )
         check_settings(self)
         check_level(self.level, self.sampler.adjacency, allowed=("zero-out",))
+        if self.noise.multiplier:
+            refuse_noise(self.bound, f"{self._noise_table}.multiplier", self.noise.multiplier)
         if self.noise.correlated:
             object.__setattr__(self, "noise", self._fitted_noise())
 
@@ -168,6 +200,11 @@ class ReleasePlan(Generic[BoundT]):
                 "has no number of rounds; it must be 'independent' there."
             )
         return _fitted(self.noise, self.sampler.participation(self.rounds))
+
+    @property
+    def _noise_table(self) -> str:
+        """The table of a config that says how much noise there is."""
+        return "client.noise" if self.level == "example" else "noise"
 
     @property
     def private(self) -> bool:
@@ -330,8 +367,10 @@ class ReleasePlan(Generic[BoundT]):
         Raises
         ------
         FedsimError
-            If the plan has no number of rounds, or no noise meets the target.
+            If the plan has no number of rounds, its bound gives no guarantee, or no noise meets
+            the target.
         """
+        refuse_noise(self.bound, f"{self._noise_table}.target-epsilon", target_epsilon)
         if self.rounds is None:
             raise FedsimError("the plan has no number of rounds, which a target epsilon needs.")
         rounds = self.rounds

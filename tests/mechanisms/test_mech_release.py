@@ -130,7 +130,7 @@ def test_without_privacy_the_mean_is_weighted_by_examples_or_uniform() -> None:
 def test_without_privacy_noise_is_refused_and_diverged_rows_are_counted() -> None:
     total = summed(NoPrivacy("uniform"), torch.tensor([[1.0], [2.0**21]]))
     assert (total.count, total.rejected) == (1, 1)
-    with pytest.raises(FedsimError, match="noise-multiplier"):
+    with pytest.raises(FedsimError, match="noise protects only what"):
         releaser(NoPrivacy("uniform"), layout_of_rows(torch.ones(1, 1)), 1.0)
     assert NoPrivacy("uniform").guarantee == "none"
     assert Clipping(1.0).guarantee == "gaussian"

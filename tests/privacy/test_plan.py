@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,8 @@ import pytest
 
 from fedsim import registry
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.robust import Median
+from fedsim.mechanisms import AdaptiveNoise, NoPrivacy, PerLayer
 from fedsim.privacy import Accountant, epsilon
 from fedsim.privacy.laws import FixedSize, Full, Law, Poisson, PoissonLaw, Sampler, ShuffledPasses
 from fedsim.privacy.laws.allocation import Allocation
@@ -150,6 +153,39 @@ def test_neighbours_of_examples_are_zero_out_and_nothing_else(sampler) -> None:
 )
 def test_a_draw_is_secret_only_where_a_private_event_counts_on_it(plan, amplified) -> None:
     assert plan.amplified == amplified
+
+
+@pytest.mark.parametrize(
+    ("bound", "level", "words"),
+    [
+        (NoPrivacy(), "client", "noise.{} is 1.0; it must be unset with NoPrivacy (mech"),
+        (
+            NoPrivacy(),
+            "example",
+            "client.noise.{} is 1.0; it must be unset with NoPri",
+        ),
+        (Median(), "client", "how far one client moves a robust mean depends on all other updates"),
+        (
+            PerLayer(NoPrivacy("uniform")),
+            "client",
+            "unset with PerLayer (mechanism.name): noise protects",
+        ),
+    ],
+)
+def test_noise_that_protects_nobody_is_refused_with_the_bounds_reason(bound, level, words) -> None:
+    sampler = Poisson(0.1, 100, adjacency="zero-out")
+    with pytest.raises(FedsimError, match=re.escape(words.format("multiplier"))):
+        plan_of(sampler, z=1.0, bound=bound, level=level)
+    unnoised = plan_of(sampler, z=0.0, bound=bound, level=level, rounds=3)
+    with pytest.raises(FedsimError, match=re.escape(words.format("target-epsilon"))):
+        unnoised.calibrated(1.0, 1e-5)
+
+
+def test_no_noise_is_calibrated_for_a_bound_without_a_guarantee() -> None:
+    raw = AdaptiveNoise(unsafe_non_private_raw_statistics=True)
+    plan = plan_of(Full(100), bound=raw, rounds=3)
+    with pytest.raises(FedsimError, match=r"AdaptiveNoise .*gives no guarantee with any noise"):
+        plan.calibrated(1.0, 1e-5)
 
 
 def test_a_plan_without_noise_or_bound_is_not_private() -> None:

@@ -30,6 +30,10 @@ class RobustMean(NoPrivacy):
     """
 
     protects_nobody: ClassVar[bool] = True
+    no_noise: ClassVar[str] = (
+        "how far one client moves a robust mean depends on all other updates, and the plan does "
+        "not bound it"
+    )
     weighting: Weighting = field(default="uniform", init=False, repr=False)
 
     @abstractmethod

@@ -131,7 +131,8 @@ class FixedSize(Sampler):
         super().__post_init__()
         if not 1 <= self.size <= self.population:
             raise FedsimError(
-                f"cohort.size is {self.size}; it must lie in [1, population = {self.population}]."
+                f"cohort.size is {self.size}; it must be from 1 to {self.population}, the "
+                "population (partition.clients)."
             )
 
     @property
