@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fedsim.arguments import shown
 from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
+from fedsim.privacy.local_work import check_private_work
 from fedsim.privacy.plan import refuse_noise
 
 # Stands for `fedsim.config.RunConfig`, whose module imports this one.
@@ -40,6 +41,8 @@ def _check_objects(c: RunConfig) -> None:
 
     A user's own are made when the run is resolved, since reading a config imports no code.
     """
+    if c.client.mechanism.name != "none":
+        check_private_work(c.client.work or None, c.client.max_grad_norm)
     if not c.cohort.has_options(c.cohort.name):
         c.cohort.make(population=c.partition.clients, rounds=c.rounds)
     if not c.mechanism.has_options(c.mechanism.name):
@@ -92,24 +95,13 @@ def _alternation(c: RunConfig) -> Refusals:
 
 def _clients(c: RunConfig) -> Refusals:
     """Clients' training."""
-    client, bound = c.client, c.client.mechanism.name
+    client = c.client
     if not (client.epochs or client.steps):
         yield "client.epochs", "at least 1 unless client.steps is set"
     if client.steps and client.epochs > 1:
         yield "client.epochs", f"unset while client.steps = {client.steps}"
     if client.noise.max_epsilon is not None and not client.private:
         yield "client.noise.max-epsilon", "unset where clients do not protect their examples"
-    if client.work and bound != "none":
-        yield (
-            "client.work",
-            f"empty while client.mechanism.name = '{bound}': a client's number of noisy steps is a "
-            "declared constant of the plan, the same for all",
-        )
-    if client.max_grad_norm and bound != "none":
-        yield (
-            "client.max-grad-norm",
-            f"0 while client.mechanism.name = '{bound}', which bounds the gradient of each example",
-        )
 
 
 def _examples(c: RunConfig) -> Refusals:

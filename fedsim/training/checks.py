@@ -14,6 +14,7 @@ from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refu
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import KEEP_FIXED, fixed_statistics, statistics_of
 from fedsim.models.parameters import refuse_gradient_hooks
+from fedsim.privacy.local_work import check_private_work
 from fedsim.rows.block import Ids
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
@@ -171,18 +172,9 @@ def check_settings(
         raise FedsimError(f"client.max-grad-norm is {max_grad_norm}; it must be 0 or more.")
     if not private:
         return
-    if counts is not None:
-        raise FedsimError(
-            "client.work is set; it must be empty where clients protect their examples: their "
-            "numbers of steps are a declared constant of the plan, the same for all."
-        )
+    check_private_work(counts, max_grad_norm)
     data.require_disjoint()
     refuse_vectors(algorithm)
-    if max_grad_norm:
-        raise FedsimError(
-            f"client.max-grad-norm is {max_grad_norm}; it must be 0 where clients protect their "
-            "examples: client.mechanism bounds their gradients."
-        )
 
 
 def check_algorithm(algorithm: LocalAlgorithm, *, personal: bool) -> None:

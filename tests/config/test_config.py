@@ -97,6 +97,11 @@ BAD = {
     ),
     ("client.noise.multiplier=1.0",): "client.mechanism.name = 'none'; it must be set",
     ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",
+    (
+        "client.mechanism.name=clipping",
+        "client.noise.multiplier=1.0",
+        "client.work=steps.txt",
+    ): "client.work is set; it must be empty where clients protect their examples",
     ("client.tol=1.0",): "client.tol = 1.0 has no effect with client.name = 'sgd'",
     ("client.state=server",): "client.state = 'server'; it must be 'reset' or 'client'",
     (

@@ -59,10 +59,14 @@ def strategy_of(
     every: int = 1,
     **others: object,
 ) -> DPFedAvg:
-    settings = {"fraction_evaluate": 1.0, "seed": 3, "mechanism": Clipping(1.0)} | others
+    settings = {
+        "fraction_evaluate": 1.0,
+        "seed": 3,
+        "mechanism": Clipping(1.0),
+        "noise_multiplier": 5.0,
+    } | others
     return DPFedAvg(
         cohort=cohort or PoissonCohort(0.5, CLIENTS),
-        noise_multiplier=5.0,
         metrics=ClientMetrics(private=PrivateMetrics(ranges or ACCURACY, z), every=every),
         ledger=ledger,
         **settings,
@@ -215,7 +219,7 @@ def test_other_settings_of_an_evaluation_have_other_noise() -> None:
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ({"mechanism": NoPrivacy()}, "without client-level privacy"),
+        ({"mechanism": NoPrivacy(), "noise_multiplier": 0.0}, "without client-level privacy"),
         ({"placement": "client"}, "clients send their shares"),
         ({"clients": ClientTraining(private_examples=True)}, "the server would see metrics"),
         ({"evaluate_metrics_aggr_fn": lambda records, key: MetricRecord()}, "aggr_fn"),

@@ -331,7 +331,7 @@ def test_a_probability_above_the_highest_is_refused():
         (lambda: Poisson(float("nan")), "cohort.rate is nan"),
         (lambda: Poisson(0.5, 0), "cohort.population is 0"),
         (lambda: Poisson(0.5, adjacency="replace-one"), "'add-remove' or 'zero-out'"),
-        (lambda: FixedSize(11, 10), r"cohort.size is 11; .*\[1, population = 10\]"),
+        (lambda: FixedSize(11, 10), r"cohort.size is 11; .*from 1 to 10, the population"),
         (lambda: FixedSize(0, 10), "cohort.size is 0"),
         (lambda: Full(-1), "cohort.population is -1"),
         (lambda: Full(adjacency="add-remove"), "'zero-out' or 'replace-one'"),

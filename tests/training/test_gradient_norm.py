@@ -106,7 +106,7 @@ def test_a_config_sets_it_and_example_level_privacy_refuses_it() -> None:
     config = RunConfig().replace(**{"client.max-grad-norm": 0.25})
     assert resolve(config).trainer.max_grad_norm == 0.25
     protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
-    with pytest.raises(FedsimError, match=r"client\.max-grad-norm = 0\.25; it must be 0 while"):
+    with pytest.raises(FedsimError, match=r"client\.max-grad-norm is 0\.25; it must be 0 where"):
         config.replace(**protected)
     with pytest.raises(FedsimError, match=r"client\.max-grad-norm"):
         Trainer(
