@@ -132,6 +132,8 @@ def _show(console: Output, judged: Judged, faults: list[str]) -> None:
     for claim in judged.report.claims if judged.report else ():
         line = f"{claim.verdict:15} {claim.panel}: {claim.says}: {claim.measured}"
         console.print(line, highlight=False, soft_wrap=True)
+    for member in judged.missing:
+        console.print(f"{'not run':15} {member.name}", highlight=False, soft_wrap=True)
     if judged.missing:
         console.print(judged.unrun, highlight=False, soft_wrap=True)
     for fault in faults:

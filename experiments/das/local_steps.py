@@ -28,7 +28,7 @@ from experiments.framework.spread import all_ahead, listed, over_seeds, paired, 
 from fedsim.cohorts import FullCohort
 from fedsim.privacy import calibrate
 from fedsim.reports.plots import COLOURS, curve_style, grid
-from fedsim.settings import Ge, Gt, Lt
+from fedsim.settings import Constraint, Ge, Gt, Lt
 
 PANELS = {"rate": "One rate", "path": "One path length"}
 """Panels, by the quantity that is equal at every number of steps: eta, or E eta."""
@@ -66,7 +66,9 @@ class LocalStepsSettings(Settings):
     start: Annotated[float, Gt(0)] = 1.0
     rate: Annotated[float, Gt(0)]
     reference_steps: Annotated[int, Ge(1)] = 20
-    local_steps: Annotated[list[int], NOT_EMPTY]
+    local_steps: Annotated[
+        list[int], Constraint(lambda steps: len(steps) > 1, "a list of two or more")
+    ]
     lengths: Annotated[list[float], NOT_EMPTY]
     tuning_seeds: Annotated[int, Ge(1)] = 1
 

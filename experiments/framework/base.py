@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -129,18 +128,10 @@ class ExperimentMember:
         Unique name.
     settings : mapping of JSON values
         Everything that the result depends on, except the code and the data.
-    cell : str, optional
-        The cell of a table to which it belongs; by default its name without the seed. A member's
-        name equals its cell's name, or starts with it and a space.
     """
 
     name: str
     settings: Mapping[str, Any]
-    cell: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.cell:
-            object.__setattr__(self, "cell", re.sub(r" seed=\d+$", "", self.name))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, get_args
 
 import experiments
@@ -103,8 +102,6 @@ class Judgement:
         What is run, and how; a paragraph of Markdown.
     not_run : str
         Why runs are missing; empty if none is.
-    run_seconds : float
-        Expected seconds of a run on one core, used if no run is stored; 0 if unknown.
     remarks : list of str
     panels : list of Panel
     claims : mapping of str to Claimed
@@ -121,7 +118,6 @@ class Judgement:
     about: str
     panels: Annotated[list[Panel], NOT_EMPTY]
     not_run: str = ""
-    run_seconds: float = 0.0
     remarks: list[str] = field(default_factory=list)
     claims: dict[str, Claimed] = field(default_factory=dict)
     paper: dict[str, float] = field(default_factory=dict)
@@ -234,37 +230,18 @@ class Judged:
 
     @property
     def unrun(self) -> str:
-        """Markdown on the missing runs: why they are, how many, each cell's hours and command."""
-        names = {member.name for member in self.missing}
+        """Why runs are missing, how many, and the hours that they would take."""
+        names, stored = {member.name for member in self.missing}, self.stored
         known = all(member.name not in names for member in self.experiment.members())
         more = not known and type(self.experiment).followers is not Experiment.followers
         text = (
             f"{self.judgement.not_run.strip()} {len(names):,} of {len(self.members):,} runs are "
             f"missing{', not counting those that follow from their results' * more}"
         ).strip()
-        cells: dict[str, list[float]] = {}
-        for member in self.missing:
-            cells.setdefault(member.cell, []).append(self._seconds(member.cell))
-        if not (total := sum(map(sum, cells.values()))):
-            return f"{text}."
-        rows: list[Row] = []
-        for cell, seconds in cells.items():
-            pattern = cell if cell in names else f"{cell} *"
-            command = f"fedsim experiment {self.name} --only"
-            hours = sum(seconds) / 3600
-            rows.append([cell, len(seconds), hours, f'`{command} "{pattern}" --store`'])
-        table = markdown_table(["not run", "runs", "hours of one core", "command"], rows, 2)
-        return f"{text}: an estimated {_duration(total)} of one core.\n\n{table}"
-
-    def _seconds(self, cell: str) -> float:
-        """Expected seconds of a run: the mean of its cell's or of all runs, or the judgement's."""
-        stored = self.stored
-        alike = [stored.members.get(member.name) for member in self.members if member.cell == cell]
-        times = [one.seconds for one in alike if one is not None and one.seconds is not None]
-        if times:
-            return fmean(times)
-        on_cores = len(stored.members) - stored.on_gpu
-        return stored.seconds / on_cores if on_cores else self.judgement.run_seconds
+        if on_cores := len(stored.members) - stored.on_gpu:
+            seconds = len(names) * stored.seconds / on_cores
+            return f"{text}: an estimated {_duration(seconds)} of one core."
+        return f"{text}."
 
     @cached_property
     def page(self) -> str:

@@ -142,7 +142,6 @@ class Landscape(ConfigRuns):
             ExperimentMember(
                 self._label_of(name, bound),
                 self._settings_of(keys | self._bound(name, bound), self._federation(name).seed),
-                cell=name,
             )
             for name, keys in plans.items()
             for bound in self.settings.clip_norms

@@ -296,11 +296,11 @@ def test_page_estimates_what_was_not_run_from_what_was(
     judged.write(counting)
     assert (judged.faults, faults_of_page(judged), judged.report) == ([], [], None)
     assert "No time. 3 of 4 runs are missing: an estimated 6.0 hours of one core" in judged.page
-    row = '| member 2 | 1 | 2.00 | `fedsim experiment counting --only "member 2" --store` |'
-    assert row in judged.page
     with pytest.raises(SystemExit):
         main(["experiment", str(counting), "--check"])
-    assert row in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.removeprefix("not run").strip() for line in lines if line.startswith("not run")]
+    assert names == ["member 1", "member 2", "member 3"]
     whole = judge(experiment, run_members(experiment, tmp_path / "out", workers=1))
     assert "not-run says why runs are missing, and none is." in whole.faults
 
@@ -354,7 +354,7 @@ def test_only_the_engine_of_members_can_be_set(
 def test_a_gpus_runs_count_no_seconds_of_a_core(counting: Path, tmp_path: Path) -> None:
     experiment = load(counting, data=tmp_path)
     members = experiment.members()
-    write_judgement(counting, 'run-seconds = 7.0\nnot-run = "No time."\n')
+    write_judgement(counting, 'not-run = "No time."\n')
 
     def page(*seconds: float | None, untimed: float = 0.0) -> str:
         results = {
@@ -368,7 +368,7 @@ def test_a_gpus_runs_count_no_seconds_of_a_core(counting: Path, tmp_path: Path) 
     assert "an estimated 30 seconds of one core" in mixed
     alone = page(None, None, None)
     assert "3 runs, on a GPU. " in alone
-    assert "an estimated 7 seconds of one core" in alone
+    assert "1 of 4 runs are missing." in alone
     assert "1 runs, 30 seconds on one core of a busy machine. " in page(30.0)
     # Of results that are kept with the seconds of all together none was on a GPU.
     assert "an estimated 50 seconds of one core" in page(None, None, untimed=50.0)
