@@ -59,7 +59,6 @@ class Purpose(IntEnum):
     DROPOUT = 7, "seed", ("example",), "the step; 2^40 an evaluation"
     EVALUATE = 8, "seed", ("client",), "0 who evaluates"
     AUDIT = 9, "seed", ("run",), "an audit numbers its own"
-    SEARCH = 10, "seed", ("run",), "a digest of an axis of a sweep, whose point is the round"
     DEVICE = 11, "seed", ("client",), "0 available, 1 drops out, 2 speed, 3 bandwidth, 4 work"
 
     def __new__(

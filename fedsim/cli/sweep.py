@@ -1,8 +1,7 @@
-"""`fedsim sweep`: a grid of runs, or random points of it, trained side by side."""
+"""`fedsim sweep`: a grid of runs, trained side by side."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from fedsim.reports.seed_groups import SeedGroup
     from fedsim.runs.callbacks import Measure
     from fedsim.runs.run_ledgers import Ending
-    from fedsim.runs.sweep import Halving, SweepRun
+    from fedsim.runs.sweep import SweepRun
 
 
 SOME_FAILED = 3
@@ -38,25 +37,10 @@ def sweep(
         typer.Option(
             "--over",
             metavar="KEY=V1,V2,..",
-            help="An axis: values, or a range for --random: log(0.01,1), uniform(0,1), whole(1,9).",
+            help="An axis of the grid: a key and its values.",
         ),
     ],
     set_: Overrides = None,
-    random: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=100_000, help="Sample so many points instead of running the whole grid."
-        ),
-    ] = None,
-    halving: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Successive halving: at each rung, continue one in so many settings."
-        ),
-    ] = None,
-    first_rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds before the first rung of --halving.")
-    ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="The sweep's directory; `runs/<name>-sweep` if unset.")
     ] = None,
@@ -72,12 +56,6 @@ def sweep(
 
         fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --over seed=1,2,3
 
-    A random search samples points by the config's seed. Successive halving compares them on
-    `data.validation` after 2, 6, 18.. rounds, and continues the best third each time:
-
-        fedsim sweep digits.toml --over "client.lr=log(0.01,1)" --random 27 --halving 3
-        --first-rounds 2 --set data.validation=0.1
-
     Every run has a directory of its own; sweep.csv, sweep-seeds.csv (mean and standard deviation
     over seeds) and sweep.png compare them. An interrupted sweep is continued by starting it again.
     The exit status is 3 if runs failed; the others are not affected.
@@ -87,23 +65,20 @@ def sweep(
     from fedsim.privacy.durable import replace
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, over_seeds, read_runs, seeds_csv, to_csv
-    from fedsim.runs.sweep import Halving, grid_runs, is_done, measure_of, parse_axes, random_runs
+    from fedsim.runs.sweep import grid_runs, is_done, measure_of, parse_axes
 
     axes = parse_axes(over)
-    grid = grid_runs(base, axes) if random is None else random_runs(base, axes, random)
+    grid = grid_runs(base, axes)
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
-    if halving is None and first_rounds != 1:
-        raise FedsimError(f"--first-rounds = {first_rounds}; it belongs to --halving.")
     where = out or Path("runs") / f"{base.name}-sweep"
     console = Output()
     _check_directory(where, grid)
     if done := sum(is_done(member, where) for member in grid):
         console.print(f"{done} of {len(grid)} runs are already finished.")
-    halved = None if halving is None else Halving(halving, first_rounds)
     try:
-        outcomes = _run(console, grid, where, halved)
+        outcomes = _run(console, grid, where)
     except KeyboardInterrupt:
         console.print(f"Interrupted. Start the sweep again to continue it in {where}.")
         raise typer.Exit(130) from None
@@ -113,16 +88,13 @@ def sweep(
     replace(where / "sweep.csv", to_csv(grid, records, measure).encode())
     replace(where / "sweep-seeds.csv", seeds_csv(settings, measure).encode())
     title = f"{base.name}: test {measure.name} over {axis}"
-    save(draw(settings, measure, axis, title, joined=random is None), where / "sweep.png")
+    save(draw(settings, measure, axis, title), where / "sweep.png")
     console.print(_table(grid, settings, measure))
     _print_best(console, settings, measure)
-    print_examples_cost(console, grid, where, halved)
-    print_cost(console, grid, records, where, halved)
+    print_examples_cost(console, grid, where)
+    print_cost(console, grid, records, where)
     console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
     _end_if_failed(console, outcomes)
-
-
-_RANGE = re.compile(r"=\s*(uniform|log|whole)\(")
 
 
 def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
@@ -132,7 +104,6 @@ def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
     except FedsimError:
         axes = [text.partition("=") for text in over]
         firsts = [f"{key}={split_top_level(values)[0]}" for key, _, values in axes if values]
-        firsts = [first for first in firsts if not _RANGE.search(first)]
         with suppress(FedsimError):
             return RunConfig.load(config, [*set_, *firsts])
         raise
@@ -146,22 +117,18 @@ def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
         refuse_foreign(where)
 
 
-def _run(
-    console: Console, grid: Sequence[SweepRun], where: Path, halving: Halving | None
-) -> Mapping[str, Ending]:
+def _run(console: Console, grid: Sequence[SweepRun], where: Path) -> Mapping[str, Ending]:
     from fedsim.runs.sweep import is_done, run_sweep
 
     total = sum(member.config.rounds for member in grid if not is_done(member, where))
-    # How many rounds halving will drop is not known in advance.
-    of_all = "/{task.total}" if halving is None else ""
     columns = (
-        progress.TextColumn(f"{{task.completed}}{of_all} rounds"),
+        progress.TextColumn("{task.completed}/{task.total} rounds"),
         progress.BarColumn(bar_width=30),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=total if halving is None else None)
-        return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0), halving)
+        task = bar.add_task("", total=total)
+        return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0))
 
 
 def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Measure) -> Table:

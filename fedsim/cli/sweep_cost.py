@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from fedsim.config.plan import all_planned_releases
+from fedsim.config.plan import all_planned_releases, stopping
 from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.runs.record import RunRecord
-    from fedsim.runs.sweep import Halving, SweepRun
+    from fedsim.runs.sweep import SweepRun
+
+MOST_OUTCOMES = 10**100
+"""Cap on the number of outcomes; with more, the share of delta would underflow."""
 
 
-def print_examples_cost(
-    console: Console, grid: Sequence[SweepRun], where: Path, halving: Halving | None
-) -> None:
+def print_examples_cost(console: Console, grid: Sequence[SweepRun], where: Path) -> None:
     """Print the joint cost at example level, if several runs' clients protect their examples."""
     from fedsim.privacy import Ledger
     from fedsim.privacy.client_ledgers import run_of
     from fedsim.reports.sweep import joint_example_cost
-    from fedsim.runs.sweep import outcomes
 
     protecting = [member for member in grid if member.config.client.private]
     if len(protecting) < 2:
@@ -43,7 +43,7 @@ def print_examples_cost(
         rounds_left[directory] += member.config.rounds - made
     delta = max(member.config.client.noise.delta for member in protecting)
     same_clients = len({split_settings(member.config) for member in protecting}) == 1
-    outcome_count = outcomes(protecting, halving)
+    outcome_count = possible_outcomes(protecting)
     cost = joint_example_cost(
         rounds_left, delta, outcome_count, same_examples=same_clients, runs=runs
     )
@@ -55,11 +55,7 @@ def print_examples_cost(
 
 
 def print_cost(
-    console: Console,
-    grid: Sequence[SweepRun],
-    records: Sequence[RunRecord],
-    where: Path,
-    halving: Halving | None,
+    console: Console, grid: Sequence[SweepRun], records: Sequence[RunRecord], where: Path
 ) -> None:
     """Print the joint cost of the private runs, if several of them have released anything."""
     from fedsim.privacy.durable import archived
@@ -74,13 +70,8 @@ def print_cost(
     delta = max(member.config.noise.delta for member in ledgers.values())
     console.print(
         f"Each private run is (epsilon, {delta:g})-differentially private with the epsilon of its "
-        f"line. {joint_cost_sentence(released, delta, halving)}"
+        f"line. {joint_cost_sentence(released, delta)}"
     )
-    if any(record.ending.ended == "dropped" for record in records):
-        console.print(
-            "The epsilon of a dropped run is that of a number of rounds fixed in advance; its own "
-            "statement accounts for the choice."
-        )
     if any(record.last("simulated") for record in records):
         console.print(
             "These are simulated: the noise follows from the runs' seeds. For real data set "
@@ -89,12 +80,9 @@ def print_cost(
         )
 
 
-def joint_cost_sentence(
-    released: Mapping[Path, SweepRun], delta: float, halving: Halving | None
-) -> str:
+def joint_cost_sentence(released: Mapping[Path, SweepRun], delta: float) -> str:
     """Sentence on the joint cost of all runs for a client whose data is in all of them."""
     from fedsim.reports.sweep import joint_cost
-    from fedsim.runs.sweep import outcomes
 
     if len({split_settings(member.config) for member in released.values()}) > 1:
         return (
@@ -102,7 +90,7 @@ def joint_cost_sentence(
             "differently (seed, data or partition), so that one client's examples belong to many "
             "clients in another run. Choose among runs of one split, or partition by owners."
         )
-    outcome_count = outcomes(list(released.values()), halving)
+    outcome_count = possible_outcomes(released.values())
     planned = {path: all_planned_releases(member.config) for path, member in released.items()}
     sentence_start = f"Choosing the best one uses all {len(released)} of them, which together"
     try:
@@ -115,10 +103,18 @@ def joint_cost_sentence(
     )
 
 
+def possible_outcomes(runs: Iterable[SweepRun]) -> int:
+    """Upper bound on the number of different sets of releases, if releases may end runs."""
+    count = 1
+    for run in runs:
+        count *= max(stopping(run.config.to_run_config()).possible_ends, 1)
+    return min(count, MOST_OUTCOMES)
+
+
 def _shared_delta(outcome_count: int) -> str:
     if outcome_count == 1:
         return ""
     return (
-        " Which runs continued or ended follows from what was released: half of delta is shared "
+        " Which runs ended early follows from what was released: half of delta is shared "
         "among all possible outcomes."
     )

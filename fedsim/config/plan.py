@@ -27,8 +27,6 @@ from fedsim.privacy.statement import Statement
 
 BoundOf = TypeVar("BoundOf", bound=Bounded)
 
-_ENDS_THAT_MAY_DEPEND_ON_RELEASES = ("stopped", "dropped")
-
 _DEVICES = (
     "Which clients are available, drop out or do how much work follows from the seed or from files "
     "that are assumed to be independent of clients' data (devices, client.work)."
@@ -216,7 +214,7 @@ def stopping(flat: Mapping[str, Scalar], rounds_made: int = 0, end_state: str = 
         How it ended, as in `RunResult`; empty before its end.
     """
     declared, rounds = declares_stops(flat), flat.get("rounds")
-    may_depend = declared or end_state in _ENDS_THAT_MAY_DEPEND_ON_RELEASES
+    may_depend = declared or end_state == "stopped"
     if not isinstance(rounds, int) or not may_depend:
         return FIXED
     budget, delta = flat.get("noise.max-epsilon"), flat.get("noise.delta")

@@ -77,7 +77,7 @@ class SeedGroup:
 
     @property
     def ended(self) -> Self:
-        """The group without runs that failed, were dropped or are not finished."""
+        """The group without runs that failed or are not finished."""
         ends = ("finished", "stopped", "budget")
         return replace(self, records=[r for r in self.records if r.ending.ended in ends])
 

@@ -136,7 +136,7 @@ def joint_cost(planned: Mapping[Path, Stopping], delta: float, outcomes: int = 1
         Each run's ledger, and all that it might have released (`all_planned_releases`).
     delta : float
     outcomes : int
-        Number of possible compositions from which the releases selected this one (halving); see
+        Number of possible compositions from which the releases selected this one (stop.metric); see
         `shared_cost`.
     """
     joint = JointCost()
@@ -212,10 +212,8 @@ class JointCost:
         return shared_cost(self._spent, self._planned, delta, outcomes)
 
 
-def draw(
-    settings: Sequence[SeedGroup], measure: Measure, axis: str, title: str, *, joined: bool = True
-) -> Figure:
-    """Draw the metric on test examples over one axis.
+def draw(settings: Sequence[SeedGroup], measure: Measure, axis: str, title: str) -> Figure:
+    """Draw the metric on test examples over one axis, a curve for each point of the others.
 
     Parameters
     ----------
@@ -225,15 +223,13 @@ def draw(
     axis : str
         Key on the x axis; the seed only if it is the only axis, and then nothing is averaged.
     title : str
-    joined : bool
-        Whether to join settings with equal values on the other axes by a curve.
     """
     column = f"test-{measure.name}"
     shown = _numbers_of(settings, column, axis)
     y = f"{display_name(column)}, mean of the last evaluations (at most five)"
     about = _about(settings, [spread for _, _, spread in shown])
     values = [value for value, _, _ in shown]
-    if not joined or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
         labels = [f"{value} {others}".strip() for value, others, _ in shown]
         means, errors = [s.mean for *_, s in shown], [s.std or 0.0 for *_, s in shown]
         return picture([Bars(title, axis, y, labels, means, about, errors=errors)], title)
@@ -284,5 +280,5 @@ def _about(settings: Sequence[SeedGroup], spreads: Sequence[Spread]) -> str:
         about = f"mean of {seeds} seeds; bands: one standard deviation on either side"
     missing = sum(len(setting.records) - len(setting.ended.records) for setting in settings)
     if missing:
-        about += f"{'; ' * bool(about)}{missing} runs that failed or were dropped are left out"
+        about += f"{'; ' * bool(about)}{missing} runs that failed are left out"
     return about

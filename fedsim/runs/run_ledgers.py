@@ -21,8 +21,8 @@ from fedsim.privacy.durable import archived
 
 SUMMARY_FORMAT = 1
 
-EndState = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
-"""How a run ended; 'dropped': by a sweep's successive halving."""
+EndState = Literal["finished", "budget", "stopped", "interrupted", "failed"]
+"""How a run ended."""
 
 
 class Ending(NamedTuple):
@@ -45,9 +45,9 @@ class Ending(NamedTuple):
             return cls(record["ended"], str(record["why"]))
         except (OSError, ValueError, KeyError, TypeError):
             summary = read_summary(run / "summary.json")
-        # Runs that a sweep dropped after a pause, or that failed, can be resumed: no `done` yet.
-        if (ended := summary.get("ended")) in ("dropped", "failed"):
-            return cls(ended, str(summary.get("why", "")))
+        # A run that failed can be resumed: no `done` yet.
+        if summary.get("ended") == "failed":
+            return cls("failed", str(summary.get("why", "")))
         return UNFINISHED
 
 

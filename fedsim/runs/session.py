@@ -52,8 +52,6 @@ class Session:
         Callbacks by name, in addition to the config's own.
     resume : RunState, optional
         State of the same run to resume from.
-    until : int, optional
-        Round after which to pause, to be resumed later; by default the config's last.
     end_request : callable
         Returns whether another process has asked the run to end; called after each round.
 
@@ -70,12 +68,10 @@ class Session:
         callbacks: Mapping[str, Callback] | None = None,
         *,
         resume: RunState | None = None,
-        until: int | None = None,
         end_request: Callable[[], bool] = lambda: False,
     ) -> None:
         self.resolved = resolved
         config = resolved.config
-        self._until = config.rounds if until is None else min(until, config.rounds)
         self.strategy = strategy_of(resolved, directory.ledger if directory else None)
         self.evaluation, self._uncovered = CentralEvaluation(resolved), resolved.uncovered
         self._arrays = resolved.initial_arrays
@@ -159,7 +155,7 @@ class Session:
             self.strategy,
             grid,
             self._arrays,
-            range(self.strategy.rounds_done + 1, self._until + 1),
+            range(self.strategy.rounds_done + 1, self.resolved.config.rounds + 1),
             train_config=None if self._checkpoints is None else self._checkpoints.train_config,
             evaluate_fn=self._evaluate,
             on_round=self._on_round,
@@ -235,7 +231,7 @@ class Session:
             return Ending("stopped", f"Stopped early: {stopped}.")
         if self._round_complete and made >= self.resolved.config.rounds:
             return Ending("finished")
-        if self._round_complete and made < self._until and not self.end_requested:
+        if self._round_complete and not self.end_requested:
             why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
             return Ending("budget", why)
         return Ending("interrupted", "Interrupted; the model is that of the last complete round.")

@@ -33,7 +33,7 @@ from fedsim.runs.earlier_runs import refuse_other_files, refuse_other_objects
 from fedsim.runs.metrics import brief
 from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
-from fedsim.runs.run_ledgers import SUMMARY_FORMAT, Ending, charge_planned, read_summary
+from fedsim.runs.run_ledgers import SUMMARY_FORMAT, Ending
 from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
 from fedsim.version import VERSION
@@ -76,20 +76,6 @@ def leave_report(
 def _page(record: RunRecord) -> str:
     html: str = resolve_name("fedsim.reports.run_page:run_page")(record)
     return html
-
-
-def record_ending(directory: RunDirectory, ending: Ending) -> None:
-    """Write how a run ended into its files, if that was decided after it had paused."""
-    try:
-        summary = read_summary(directory.summary)
-        ended_summary = {"format": SUMMARY_FORMAT, **summary, **ending._asdict()}
-        if ended_summary != summary:
-            directory.save_summary(ended_summary)
-            directory.seal()
-            charge_planned(directory.path, server=False)
-            directory.save_report(_page(RunRecord.read(directory.path)))
-    except (OSError, FedsimError) as error:
-        _log.error("%s is complete, but its report could not be written: %s", directory.path, error)
 
 
 def rewrite_page(path: Path) -> None:

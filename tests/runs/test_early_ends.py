@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim import RunConfig
 from fedsim.cli.app import app
-from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.reports.sweep import joint_example_cost
@@ -22,7 +20,6 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.metrics import Row
 from fedsim.runs.record import RunRecord
 from fedsim.runs.session import Session
-from fedsim.runs.sweep import Halving, grid_runs, run_sweep
 
 DELTA = 1e-3
 CONFIG = RunConfig.parse(
@@ -262,20 +259,3 @@ def ending_after(last: int) -> Callable[[Session, Row], None]:
         finish_round(session, row)
 
     return finish
-
-
-def test_a_run_that_a_sweep_has_dropped_costs_what_was_planned(tmp_path: Path) -> None:
-    config = CONFIG.replace(**{"rounds": 4, "data.validation": 0.2, "evaluate.every": 1})
-    grid = grid_runs(config, {"client.lr": [0.1, 0.2]})
-    outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 2))
-    (dropped,) = (tmp_path / label for label, o in outcomes.items() if o.ended == "dropped")
-    (statement,) = RunRecord.read(dropped).statements
-    assert statement.epsilon == cost((10.0, 4))
-    assert "2 rounds before its planned end" in str(statement)
-    assert json.loads((dropped / "summary.json").read_text())["ended"] == "dropped"
-    assert verified(dropped)
-    with pytest.raises(FedsimError, match="has released may decide when it ends"):
-        fedsim.run(RunConfig.load(dropped / "config.toml", ["rounds=2"]), out=dropped, resume=True)
-    cheap = CHEAP.replace(**{"data.validation": 0.2})
-    after = fedsim.run(cheap, out=dropped, overwrite=True).privacy
-    assert after.epsilon == pytest.approx(cost((10.0, 4), (1000.0, 1)))

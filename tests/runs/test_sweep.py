@@ -347,7 +347,7 @@ def test_a_sweep_says_that_releases_of_different_splits_have_no_joint_cost(tmp_p
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
         Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
     (member,) = grid_runs(BASE, parse_axes(["seed=1"]))
-    told = joint_cost_sentence(dict.fromkeys(ledgers, member), 1e-5, None)
+    told = joint_cost_sentence(dict.fromkeys(ledgers, member), 1e-5)
     assert "together have no figure: events are accounted for" in told
 
 

@@ -15,7 +15,7 @@ from fedsim.privacy import Ledger
 from fedsim.runs import session
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.run_ledgers import read_summary
-from fedsim.runs.sweep import Halving, grid_runs, run_sweep
+from fedsim.runs.sweep import grid_runs, run_sweep
 
 BASE = RunConfig().replace(
     **{
@@ -53,17 +53,15 @@ def test_rounds_of_a_sweep_that_was_killed_before_any_checkpoint_are_charged_onc
         assert spent == expected
 
 
-@pytest.mark.parametrize("halving", [None, Halving(2, 2)])
 @pytest.mark.parametrize(("owner", "name"), [(RunDirectory, "seal"), (session, "leave_report")])
 def test_files_that_a_killed_sweep_had_no_time_to_write_are_written_when_it_is_continued(
     owner: object,
     name: str,
-    halving: Halving | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grid = grid_runs(BASE.replace(**{"data.validation": 0.1, "checkpoint.every": 1}), RATES)
-    outcomes = run_sweep(grid, tmp_path / "whole", halving=halving)
+    outcomes = run_sweep(grid, tmp_path / "whole")
 
     def killed(*_: object) -> None:
         raise Killed
@@ -71,8 +69,8 @@ def test_files_that_a_killed_sweep_had_no_time_to_write_are_written_when_it_is_c
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, killed)
         with pytest.raises(Killed):
-            run_sweep(grid, tmp_path / "killed", halving=halving)
-    assert run_sweep(grid, tmp_path / "killed", halving=halving) == outcomes
+            run_sweep(grid, tmp_path / "killed")
+    assert run_sweep(grid, tmp_path / "killed") == outcomes
     for member in grid:
         whole, continued = (tmp_path / place / member.label for place in ("whole", "killed"))
         files = {path.name for path in whole.iterdir()}

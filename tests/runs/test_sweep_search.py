@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from left_runs import left_run
 
@@ -25,7 +23,7 @@ from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
 from fedsim.runs.run_ledgers import Ending, RunLedgers
-from fedsim.runs.sweep import Halving, Span, SweepRun, grid_runs, parse_axes, random_runs, run_sweep
+from fedsim.runs.sweep import SweepRun, grid_runs, parse_axes, run_sweep
 from fedsim.tasks.named_metrics import Accuracy
 
 BASE = RunConfig().replace(
@@ -43,147 +41,6 @@ batch-size = 20
 """
 
 
-def test_sampled_points_follow_from_the_seed_and_more_points_keep_the_first() -> None:
-    axes = parse_axes(["client.lr=log(0.01,1)", "client.batch-size=5,10,20", "seed=1,2"])
-    points = [member.point for member in random_runs(BASE, axes, 6)]
-    assert [member.point for member in random_runs(BASE, axes, 9)][:12] == points
-    assert len({point["client.lr"] for point in points}) == 6
-    assert all(0.01 <= float(point["client.lr"]) <= 1 for point in points)
-    # Both seeds run at each point.
-    assert [point["seed"] for point in points] == [1, 2] * 6
-    fewer = random_runs(BASE, {"client.lr": axes["client.lr"]}, 6)
-    assert [m.point["client.lr"] for m in fewer] == [p["client.lr"] for p in points[::2]]
-    other = random_runs(BASE.replace(seed=2), axes, 6)
-    assert other[0].point["client.lr"] != points[0]["client.lr"]
-
-
-def test_a_log_span_gives_every_order_of_magnitude_as_often() -> None:
-    generator = np.random.default_rng(1)
-    span = Span("log", 1e-4, 1.0)
-    decades = [math.floor(math.log10(span.draw(generator))) for _ in range(400)]
-    # Each decade has 100 of 400 with a standard deviation of 8.7.
-    assert all(60 <= decades.count(decade) <= 140 for decade in (-4, -3, -2, -1))
-
-
-def test_spans_that_make_no_sense_are_refused() -> None:
-    for bad in ("log(0,1)", "uniform(2,1)", "whole(0.5,3)", "log(a,b)", "uniform(1,1)"):
-        with pytest.raises(FedsimError, match=r"--over .* is not a range"):
-            parse_axes([f"client.lr={bad}"])
-    with pytest.raises(FedsimError, match="--random"):
-        grid_runs(BASE, parse_axes(["client.lr=log(0.1,1)"]))
-    with pytest.raises(FedsimError, match="seed is a range"):
-        random_runs(BASE, parse_axes(["seed=whole(1,9)"]), 3)
-
-
-@pytest.mark.parametrize("over", ["seed=1,2,1", "client.batch-size=5,10,5"])
-def test_a_value_that_is_twice_on_a_random_axis_is_refused(over: str) -> None:
-    axes = parse_axes(["client.lr=log(0.01,1)", over])
-    with pytest.raises(FedsimError, match=f"^--over {over.partition('=')[0]} has a value twice"):
-        random_runs(BASE, axes, 6)
-
-
-RATES = parse_axes(["client.lr=0.001,0.3,0.01,0.1"])
-
-
-def test_halving_continues_the_best_on_validation_examples_to_the_same_bytes_as_alone(
-    tmp_path: Path,
-) -> None:
-    grid = grid_runs(BASE, RATES)
-    outcomes = run_sweep(grid, tmp_path / "halved", halving=Halving(2, 2))
-    run_sweep(grid, tmp_path / "all")
-    rows = [RunDirectory(tmp_path / "all" / member.label).metrics_file.rows() for member in grid]
-    going, expected = list(range(4)), [0] * 4
-    for rung in (2, 4, 6):
-        for index in going:
-            expected[index] = rung
-        scores = {
-            i: sum(row["validation-accuracy"] for row in rows[i][max(1, rung - 4) : rung + 1])
-            / min(rung, 5)
-            for i in going
-        }
-        going = sorted(going, key=lambda i: -scores[i])[: max(len(going) // 2, 1)]
-    went = [
-        RunDirectory(tmp_path / "halved" / m.label).metrics_file.rows()[-1]["round"] for m in grid
-    ]
-    assert went == expected
-    ended = [outcomes[member.label].ended for member in grid]
-    assert sorted(ended) == ["dropped", "dropped", "dropped", "finished"]
-    best = grid[ended.index("finished")].label
-    models = [RunDirectory(tmp_path / name / best).model for name in ("halved", "all")]
-    assert models[0].read_bytes() == models[1].read_bytes()
-
-
-@pytest.mark.slow
-def test_the_page_of_a_dropped_run_says_so_and_why(tmp_path: Path) -> None:
-    grid = grid_runs(BASE, RATES)
-    outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 2))
-    scores = {}
-    for member in grid:
-        directory = RunDirectory(tmp_path / member.label)
-        outcome = outcomes[member.label]
-        if outcome.ended != "dropped":
-            continue
-        last = int(directory.metrics_file.rows()[-1]["round"])
-        scores[last] = np.mean(
-            [row["validation-accuracy"] for row in directory.metrics_file.rows()[-min(last, 5) :]]
-        )
-        told = json.loads(directory.summary.read_text())
-        assert (told["ended"], told["why"]) == ("dropped", outcome.why)
-        assert f"Dropped after round {last}: its setting had validation-accuracy" in outcome.why
-        assert f"{scores[last]:.4g}; " in outcome.why or last == 2
-        page = directory.report.read_text()
-        assert outcome.why in page
-        assert "Interrupted" not in page
-    assert set(scores) == {2, 4}
-    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("report.html")}
-    assert run_sweep(grid, tmp_path, halving=Halving(2, 2)) == outcomes
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("report.html")} == before
-
-
-def test_halving_ends_when_every_run_has_failed(tmp_path: Path) -> None:
-    grid = grid_runs(BASE.replace(rounds=12), {"client.lr": [1e6, 2e6]})
-    outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 4))
-    assert {outcome.ended for outcome in outcomes.values()} == {"failed"}
-
-
-@pytest.mark.slow
-def test_an_interrupted_halving_resumes_to_the_same_outcomes(tmp_path: Path) -> None:
-    grid = grid_runs(BASE, parse_axes(["client.lr=0.001,0.3,1e6,0.1", "seed=1,2"]))
-    whole = run_sweep(grid, tmp_path / "whole", halving=Halving(2, 3))
-
-    def stop(member, row):
-        if row["round"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_sweep(grid, tmp_path / "cut", stop, Halving(2, 3))
-    assert run_sweep(grid, tmp_path / "cut", halving=Halving(2, 3)) == whole
-    for member in grid:
-        cut, other = (RunDirectory(tmp_path / name / member.label) for name in ("cut", "whole"))
-        assert cut.model.read_bytes() == other.model.read_bytes()
-        assert len(cut.metrics_file.rows()) == len(other.metrics_file.rows())
-    # The rate at which every client's update overflows has failed, and is behind all others.
-    assert {whole[m.label].ended for m in grid if m.point["client.lr"] == 1e6} == {"failed"}
-    # Two settings of four went on, with both of their seeds.
-    assert sum(outcome.ended == "finished" for outcome in whole.values()) == 4
-
-
-@pytest.mark.slow
-def test_a_finished_halving_whose_best_run_failed_repeats_nothing(
-    tmp_path: Path,
-) -> None:
-    # From round 5 on its rate is so high that nobody's update is finite.
-    schedules = ["staircase(decay=1e30,length=4)", "constant"]
-    base = BASE.replace(**{"rounds": 8, "client.lr": 0.3})
-    axes = {"client.schedule": schedules, "client.batch-size": [20, 0]}
-    grid = grid_runs(base, axes)
-    outcomes = run_sweep(grid, tmp_path, halving=Halving(4, 4))
-    ended = {label: outcome.ended for label, outcome in outcomes.items()}
-    assert ended[grid[0].label] == "failed"
-    assert sorted(ended.values()) == ["dropped", "dropped", "dropped", "failed"]
-    assert run_sweep(grid, tmp_path, halving=Halving(4, 4)) == outcomes
-
-
 def test_an_interrupted_sweep_writes_the_pages_of_finished_runs(
     tmp_path: Path,
 ) -> None:
@@ -199,20 +56,6 @@ def test_an_interrupted_sweep_writes_the_pages_of_finished_runs(
         begun, done = member.point["client.batch-size"] == 20, member.point["rounds"] == 2
         assert there.config.exists() == begun
         assert there.done.exists() == there.report.exists() == (begun and done)
-
-
-def test_halving_without_validation_or_checkpoints_is_refused(tmp_path: Path) -> None:
-    for changes, rung, words in (
-        ({"data.validation": 0.0}, 2, r"test examples must not choose|data\.validation"),
-        ({"checkpoint.every": 0}, 2, r"checkpoint\.every = 0"),
-        ({"evaluate.every": 3}, 2, r"evaluate\.every = 3"),
-        ({}, 6, r"--first-rounds = 6"),
-    ):
-        with pytest.raises(FedsimError, match=words):
-            run_sweep(grid_runs(BASE.replace(**changes), RATES), tmp_path, halving=Halving(2, rung))
-    with pytest.raises(FedsimError, match="same rounds"):
-        run_sweep(grid_runs(BASE, {"rounds": [4, 6]}), tmp_path, halving=Halving(2, 2))
-    assert not any(tmp_path.iterdir())
 
 
 def failing_at(number: int) -> Callable[..., object]:
@@ -376,12 +219,7 @@ def test_a_sweep_with_failed_runs_exits_with_status_3(
     assert "3 rounds in a row" in told
     rows = list(csv.DictReader(Path("some/sweep.csv").read_text().splitlines()))
     assert [row["outcome"] for row in rows] == ["finished", "failed"]
-    halving = ("--random", "4", "--halving", "2", "--first-rounds", "1", "--out", "halved")
-    assert status("--over", "client.lr=log(0.01,1)", *halving) == 0
-    rows = list(csv.DictReader(Path("halved/sweep.csv").read_text().splitlines()))
-    assert sorted(int(row["rounds"]) for row in rows) == [1, 1, 2, 4]
     assert status("--over", "client.lr=log(0.01,1)", "--out", "none") == 2
-    assert status("--over", "client.lr=0.1,0.2", "--first-rounds", "2", "--out", "none") == 2
 
 
 def test_the_cost_of_choosing_counts_releases_of_a_failed_run(
@@ -417,14 +255,7 @@ def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(
     for key in ("checkpoint.best", "stop.metric"):
         with pytest.raises(FedsimError, match=f"{key} = 'validation-hits-2'.*higher_is_better"):
             fedsim.run(silent.replace(**{key: "validation-hits-2"}))
-    rates = ["client.lr=0.3,0.00001"]
-    sentence = "the column that --halving compares = 'validation-hits-2'; this metric"
-    with pytest.raises(FedsimError, match=f"{sentence}.*higher_is_better"):
-        run_sweep(grid_runs(silent, parse_axes(rates)), tmp_path / "a", halving=Halving(2, 2))
     saying = config.replace(**{"task.metrics": own["hits_said"]})
-    grid = grid_runs(saying, parse_axes(rates))
-    outcomes = run_sweep(grid, tmp_path / "b", halving=Halving(2, 2))
-    assert [outcomes[member.label].ended for member in grid] == ["finished", "dropped"]
     best = {"checkpoint.best": "validation-hits_said-2"}
     fedsim.run(saying.replace(**best), out=tmp_path / "c")
     rows = fedsim.load(tmp_path / "c").metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,7 @@ from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, running_sessions
-from fedsim.runs.summary import record_ending
-from fedsim.runs.sweep.halving import Halving
-from fedsim.runs.sweep.search import SweepRun, comparison_measure
+from fedsim.runs.sweep.search import SweepRun
 from fedsim.runs.sweep.together import in_step
 
 _log = logging.getLogger("fedsim")
@@ -65,7 +63,6 @@ def run_sweep(
     grid: Sequence[SweepRun],
     out: Path,
     observer: Observer | None = None,
-    halving: Halving | None = None,
 ) -> dict[str, Ending]:
     """Make the runs of a grid that have not ended in ``out`` yet.
 
@@ -79,8 +76,6 @@ def run_sweep(
         The sweep's directory, in which each run gets its own.
     observer : callable, optional
         Called with each row of each run.
-    halving : Halving, optional
-        Rule by which runs are dropped; without it each run makes all its rounds.
 
     Returns
     -------
@@ -98,23 +93,15 @@ def run_sweep(
             raise FedsimError(f"engine.name = '{engine}'; a sweep's runs run on 'local'.")
     _check_clients_kept(grid)
     sweep = _Sweep(out, observer)
-    if halving is not None:
-        halving.check(grid)
     for run in grid:
         directory = RunDirectory(out / run.label)
-        done = directory.done.exists()
-        if done and halving is None:
+        if directory.done.exists():
             continue
         resolved = sweep.resolve(run)
-        if halving is not None:
-            comparison_measure(resolved, "--halving")  # refuses one that may not decide
-        if not done:
-            directory.check_free(overwrite=True)
-            refuse_other_files(directory.path, run.config)
-            check(resolved)
-    if halving is None:
-        return _run_all(grid, sweep)
-    return _halved(grid, sweep, halving)
+        directory.check_free(overwrite=True)
+        refuse_other_files(directory.path, run.config)
+        check(resolved)
+    return _run_all(grid, sweep)
 
 
 def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
@@ -130,65 +117,22 @@ def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
         )
 
 
-def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[str, Ending]:
-    """Make the runs from rung to rung; rounds made in an earlier sweep are not repeated."""
-    outcomes: dict[str, Ending] = {}
-    remaining = list(grid)
-    rungs = halving.rungs(grid[0].config.rounds)
-    for rung in rungs:
-        endings = _run_all(remaining, sweep, until=rung)
-        outcomes |= endings
-        if rung == rungs[-1] or not remaining:
-            break
-        rows = [
-            (run, _rows_at(rung, RunDirectory(sweep.out / run.label), endings)) for run in remaining
-        ]
-        dropped = halving.dropped(rows, rung)
-        for label, reason in dropped.items():
-            if endings[label].ended in ("interrupted", "dropped"):
-                outcomes[label] = Ending("dropped", reason)
-                record_ending(RunDirectory(sweep.out / label), outcomes[label])
-        remaining = [run for run in remaining if run.label not in dropped]
-    return outcomes
-
-
-def _rows_at(
-    rung: int, directory: RunDirectory, outcomes: Mapping[str, Ending]
-) -> list[Row] | None:
-    """A run's rows up to a rung; None if it failed before the rung.
-
-    A run that failed later had passed the rung, and must be ranked again as it was then.
-    """
-    rows = directory.metrics_file.rows()
-    reached_rung = bool(rows) and rows[-1]["round"] >= rung
-    if outcomes[directory.path.name].ended == "failed" and not reached_rung:
-        return None
-    return [row for row in rows if row["round"] <= rung]
-
-
-def _run_all(
-    grid: Sequence[SweepRun], sweep: _Sweep, until: int | None = None
-) -> dict[str, Ending]:
-    """Make the runs to their ends, or up to round ``until``."""
+def _run_all(grid: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
+    """Make the runs to their ends."""
     out = sweep.out
-    pending_runs = [run for run in grid if not _has_reached(run, out, until)]
+    pending_runs = [run for run in grid if not _is_complete(run, out)]
     outcomes: dict[str, Ending] = {}
     for group in _groups(pending_runs, out):
-        outcomes |= _run_group(group, sweep, until)
+        outcomes |= _run_group(group, sweep)
     return {run.label: Ending.read(out / run.label) for run in grid} | outcomes
 
 
-def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
-    """Whether a run of ``out``, whose config `run_sweep` has compared, needs no further round."""
+def _is_complete(run: SweepRun, out: Path) -> bool:
+    """Whether a run of ``out``, whose config `run_sweep` has compared, has written everything."""
     directory = RunDirectory(out / run.label)
     # The report is a run's last file: a run that was killed before it was written is resumed, also
     # at its end, to write the missing files.
-    if not directory.report.exists():
-        return False
-    if directory.done.exists():
-        return True
-    state = _last_state(directory)
-    return until is not None and state is not None and state.round >= until
+    return directory.report.exists() and directory.done.exists()
 
 
 def is_done(run: SweepRun, out: Path) -> bool:
@@ -251,7 +195,7 @@ def _shared_work(run: SweepRun) -> tuple[object, ...]:
     )
 
 
-def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> dict[str, Ending]:
+def _run_group(group: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
     directories = [RunDirectory(sweep.out / run.label) for run in group]
     with ExitStack() as claims:
         sessions = []
@@ -269,7 +213,7 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep, until: int | None) -> d
             watching = (
                 {} if sweep.observer is None else {CALLERS_CALLBACKS: _Watcher(run, sweep.observer)}
             )
-            sessions.append(Session(resolved, directory, watching, resume=state, until=until))
+            sessions.append(Session(resolved, directory, watching, resume=state))
         with running_sessions(sessions) as failed:
             failed |= _make_rounds(sessions)
         endings = {index: Ending("failed", failure_sentence(e)) for index, e in failed.items()}
