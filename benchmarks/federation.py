@@ -29,7 +29,7 @@ from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.services import Node
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.directory import OUT
+from fedsim.runs.directory import OUT, RunDirectory
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 
@@ -95,13 +95,15 @@ def measured(model: str, rounds: int, nodes: int) -> Federated:
     resolved = resolve(config)
     check(resolved)
     with tempfile.TemporaryDirectory() as place:
-        out = Path(place) / "out"
-        out.mkdir()
+        out = RunDirectory(Path(place) / "out")
         relay = Relay()
         watch = Watch(relay, nodes)
         with (
+            out.claim(resolved.config.to_toml()),
             CallbackServer([watch]) as server,
-            Rehearsal.temporary(nodes, variables={OUT: str(out), **server.variables}) as rehearsal,
+            Rehearsal.temporary(
+                nodes, variables={OUT: str(out.path), **server.variables}
+            ) as rehearsal,
         ):
             relay.start(rehearsal.federation.fleet_port)
             for number in range(nodes):
@@ -111,7 +113,7 @@ def measured(model: str, rounds: int, nodes: int) -> Federated:
             app = write_app(Path(place) / "app", resolved.config.to_tree())
             operator = rehearsal.operator
             run_id = operator.submit(app)
-            status = operator.follow(run_id, rehearsal.tend)
+            status = operator.follow(run_id, rehearsal.check)
             if status != "finished:completed":
                 raise SystemExit(f"the run ended with {status}:\n{operator.log(run_id)}")
     count = sum(int(np.prod(array.shape)) for array in resolved.initial_arrays.values())

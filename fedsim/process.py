@@ -37,6 +37,17 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM, raised like Ctrl-C; unlike that, it reaches this process alone, not its children."""
 
 
+def ending(code: int) -> str:
+    """How a process ended, by its exit code, which is negative after a signal.
+
+    Examples
+    --------
+    >>> ending(1), ending(-9)
+    ('exited with status 1', 'was ended by signal 9')
+    """
+    return f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+
+
 GONE_SECONDS = 10.0
 
 

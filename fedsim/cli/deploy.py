@@ -170,16 +170,19 @@ def superlink(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the SuperLink's database, kept across restarts. DIRECTORY/state by "
-            "default."
+            help="Directory of the SuperLink's database, for its next start too. DIRECTORY/state "
+            "by default."
         ),
     ] = None,
 ) -> None:
-    """Run the server until Ctrl-C, restarting any of its processes that ends.
+    """Run the server until Ctrl-C, or until one of its processes ends.
 
     For example:
 
         fedsim deploy superlink fed/superlink --host 0.0.0.0
+
+    Its processes are started once: if one ends, the command ends the others and says which, with
+    status 1. systemd or Docker restarts the command.
 
     Nodes can reach only the port for SuperNodes. The operator, who has a token, uses this
     machine's loopback address (from elsewhere through `ssh -L 8000:127.0.0.1:8000`). The server
@@ -214,7 +217,7 @@ def node(
         int, typer.Option(help="A port on 127.0.0.1 for the node's own processes.")
     ] = 9094,
 ) -> None:
-    """Run one node until Ctrl-C, restarting any of its processes that ends.
+    """Run one node until Ctrl-C, or until one of its processes ends, as `superlink` does.
 
     For example:
 
@@ -232,13 +235,7 @@ def node(
 
 
 @deploy.command(cls=Command)
-def up(
-    directory: DIRECTORY,
-    state: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the SuperLink's database, kept for the next `up`."),
-    ] = None,
-) -> None:
+def up(directory: DIRECTORY) -> None:
     """Run the whole federation on this machine until Ctrl-C, to rehearse it.
 
     Every node is a process of its own, with its own key and, after `init --split`, its own
@@ -246,7 +243,8 @@ def up(
 
         fedsim run CONFIG.toml --set engine.name=deployment --set engine.federation=fed
 
-    However it ends, only logs/ and runs/ remain.
+    If one of its processes ends, all end, and the command says which. However it ends, only logs/
+    and runs/ remain.
     """
     from fedsim.deploy.certificates import valid_until
     from fedsim.deploy.federation import Federation
@@ -263,30 +261,29 @@ def up(
             federation,
             variables={RUNS: str(federation.runs)},
             logs=federation.directory / "logs",
-            state=None if state is None else state.absolute(),
         ) as rehearsal,
     ):
         console.print(f"The SuperLink is up; {federation.nodes} SuperNodes are joining.")
         rehearsal.start_all()
         console.print(f"Up. Logs are in {directory}/logs, runs in {directory}/runs.")
-        _tend(rehearsal)
+        _watch(rehearsal)
 
 
 def _run_services(services: Sequence[Service], logs: Path, message: str) -> None:
-    """Run services until Ctrl-C or SIGTERM; their output goes to ``logs``."""
+    """Run services until Ctrl-C, SIGTERM or the end of one; their output goes to ``logs``."""
     from fedsim.deploy.processes import Processes
 
     console = Output()
-    with _until_interrupted(console), Processes(logs) as supervisor:
+    with _until_interrupted(console), Processes(logs) as processes:
         for service in services:
-            supervisor.keep_up(service)
+            processes.start_service(service)
         console.print(f"{message} Logs are in {logs}.")
-        _tend(supervisor)
+        _watch(processes)
 
 
-def _tend(processes: Processes) -> None:
+def _watch(processes: Processes) -> None:
     while True:
-        processes.tend()
+        processes.check()
         time.sleep(0.5)
 
 

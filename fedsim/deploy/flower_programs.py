@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsim import regular_files
 from fedsim.deploy import flower_replacements
-from fedsim.process import die_with_parent
+from fedsim.process import die_with_parent, ending
 
 if TYPE_CHECKING:
     from flwr.supercore.auth.typing import AccountInfo
@@ -355,9 +355,7 @@ class _Tasks:
 
 def _death(status: int) -> str:
     """How a task's process died, by its wait status."""
-    code = os.waitstatus_to_exitcode(status)
-    end = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
-    return f"the task's process {end} before it had answered"
+    return f"the task's process {ending(os.waitstatus_to_exitcode(status))} before it had answered"
 
 
 def _guarded_program(role: str, app: str) -> Callable[[], None]:

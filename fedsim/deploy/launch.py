@@ -124,7 +124,7 @@ def _run_locally(
         operator = processes.operator
         run_id = operator.submit(bundle, federation_config=federation_config)
         with _interruptible_by(server):
-            _follow(operator, run_id, processes.tend, None if out is None else RunDirectory(out))
+            _follow(operator, run_id, processes.check, None if out is None else RunDirectory(out))
         return _read(resolved, RunDirectory(directory))
 
 
@@ -182,13 +182,16 @@ def _follow(
 ) -> None:
     """Wait for a run to end; raise if it failed, and stop it on Ctrl-C.
 
-    Its artefacts are in ``directory``, if that is on this machine; None if they are not kept.
+    ``poll`` raises ChildProcessError if a process that the run needs has ended. The artefacts are
+    in ``directory``, if that is on this machine; None if they are not kept.
     """
     try:
         status = operator.follow(run_id, poll, _show_warning)
     except KeyboardInterrupt:
         operator.stop(run_id)
         raise
+    except ChildProcessError as error:
+        raise RunFailedError(f"{error}.{_how_to_resume(directory)}") from None
     if status != "finished:completed":
         reason = _reason(operator, run_id).rstrip(".")
         raise RunFailedError(

@@ -55,11 +55,6 @@ class Operator:
         module = [sys.executable, "-m", "fedsim.deploy.operator", self.connection]
         self._run_to_end([*module, *(os.fspath(key) for key in public_keys)], "supernode register")
 
-    def nodes(self) -> list[dict[str, Any]]:
-        """The registered SuperNodes."""
-        nodes: list[dict[str, Any]] = self._json("supernode", "list", self.connection)["nodes"]
-        return nodes
-
     def submit(self, app: Path, *, federation_config: str = "", run_config: str = "") -> int:
         """Submit a run.
 

@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
 from fedsim import regular_files
 from fedsim.deploy.ports import is_busy
 from fedsim.errors import FedsimError
-from fedsim.process import Closed
+from fedsim.process import Closed, ending
+
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +43,15 @@ class StartedProcess:
     name : str
     process : subprocess.Popen
     log : Path
-        File with its standard output and error.
+        File with its standard output and error, after those of earlier processes.
+    log_start : int
+        Byte of that file at which its own output begins.
     """
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int
 
     @property
     def pid(self) -> int:
@@ -58,18 +64,23 @@ class StartedProcess:
 
     def tail(self, lines: int = 12) -> str:
         """The last lines of its log."""
-        text = regular_files.read_text(self.log, errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(self._lines()[-lines:])
 
+    def last_error(self) -> str:
+        """The last error in its log up to an empty line; if there is none, the last line."""
+        lines = self._lines()
+        errors = [n for n, line in enumerate(lines) if re.search(r"(Error|ERROR)\b", line)]
+        paragraph = takewhile(str.strip, lines[errors[-1] if errors else -1 :])
+        return " ".join(" ".join(paragraph).split())
 
-_RESTART_SECONDS = 5.0
-_STABLE_SECONDS = 60.0
-_MOST_RESTARTS = 20
+    def _lines(self) -> list[str]:
+        text = regular_files.read_bytes(self.log)[self.log_start :].decode(errors="replace")
+        return _COLOURS.sub("", text).rstrip().splitlines()
 
 
 @dataclass(frozen=True)
 class Service:
-    """Description of a process that should be kept running.
+    """Description of a process that should run until the others are ended too.
 
     Attributes
     ----------
@@ -96,7 +107,8 @@ class Service:
 class Processes(Closed):
     """A set of processes that end with this one: by `close`, by Ctrl-C, or by its death.
 
-    Some of them are services (`keep_up`), which `tend` restarts when they have ended.
+    Some of them are services (`start_service`): `check` says which of them has ended. Nothing is
+    restarted.
 
     Each process leads a process group of its own, so that its children are ended with it. A janitor
     process (`tend_pipe`) has a list of all of them, and ends them when this process closes its pipe
@@ -121,14 +133,11 @@ class Processes(Closed):
         self.directory = Path(directory or tempfile.mkdtemp(prefix="fedsim-"))
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.running: dict[str, StartedProcess] = {}
-        # Each service, the time of its last start, and how often it has ended early.
-        self._services: dict[str, tuple[Service, float, int]] = {}
-        self._lock = threading.Lock()
         self._janitor = subprocess.Popen(
             [sys.executable, "-P", "-m", "fedsim.deploy.processes", str(grace)],
             env=environment(),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,
             text=True,
         )
@@ -148,6 +157,7 @@ class Processes(Closed):
         """
         log = self.directory / f"{name}.log"
         with open(log, "ab", opener=partial(regular_files.opener, mode=0o600)) as output:
+            start = output.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -158,14 +168,7 @@ class Processes(Closed):
                 start_new_session=True,
             )
         self._command(f"start {process.pid}")
-        return StartedProcess(name, process, log)
-
-    def stop(self, running: StartedProcess) -> None:
-        """End a process and its children now."""
-        with self._lock:
-            self._command(f"stop {running.pid}")
-            _stream(self._janitor.stdout).readline()
-        running.process.wait()
+        return StartedProcess(name, process, log, start)
 
     def remove_at_end(self, directory: Path) -> None:
         """Have the janitor remove a directory after the processes have ended."""
@@ -177,61 +180,39 @@ class Processes(Closed):
         if self._janitor.poll() is None:
             _stream(self._janitor.stdin).close()
             self._janitor.wait()
-            _stream(self._janitor.stdout).close()
 
-    def keep_up(self, service: Service, *, wait: bool = True) -> StartedProcess:
-        """Start a service, or restart it, and wait until it listens.
+    def start_service(self, service: Service, *, wait: bool = True) -> StartedProcess:
+        """Start a service, and wait until it listens.
 
         Raises
         ------
         FedsimError
             If its port is in use, or if it ends before it listens, with the end of its log.
         """
-        self.take_down(service.name)
         # Otherwise `wait_for_port` would take another process that listens there for the service.
         if service.port and is_busy(service.port, service.host):
             raise FedsimError(
                 f"port {service.port} of {service.name} is in use; end what listens there."
             )
-        running = self._start(service, 0)
+        running = self.start(service.name, service.command, service.variables)
+        self.running[service.name] = running
         if wait and service.port:
             wait_for_port(running, service.port, service.host)
         return running
 
-    def take_down(self, name: str) -> None:
-        """End a service and do not restart it; do nothing if there is none of this name."""
-        self._services.pop(name, None)
-        running = self.running.pop(name, None)
-        if running is not None:
-            self.stop(running)
-
-    def tend(self) -> None:
-        """Restart services that have ended.
-
-        The SuperLink accepts a restarted SuperNode only once it has missed the old one's heartbeat,
-        which takes up to a minute; until then the new one is refused, and ends again.
+    def check(self) -> None:
+        """Check that all services are running.
 
         Raises
         ------
-        FedsimError
-            If a service keeps ending early, with the end of its log.
+        ChildProcessError
+            If one has ended: which, how, and the last error in its log.
         """
-        for name, (service, started, failures) in list(self._services.items()):
-            running = self.running[name]
-            if running.alive() or time.monotonic() - started < _RESTART_SECONDS:
-                continue
-            # A service that has lasted a minute was accepted: count its failures from 0 again.
-            failures = 0 if time.monotonic() - started > _STABLE_SECONDS else failures + 1
-            if failures > _MOST_RESTARTS:
-                raise FedsimError(f"{name} keeps ending:\n{running.tail()}")
-            self.stop(running)
-            self._start(service, failures)
-
-    def _start(self, service: Service, failures: int) -> StartedProcess:
-        running = self.start(service.name, service.command, service.variables)
-        self.running[service.name] = running
-        self._services[service.name] = (service, time.monotonic(), failures)
-        return running
+        for name, running in self.running.items():
+            code = running.process.poll()
+            if code is not None:
+                said = (running.last_error() or "nothing").rstrip(".")
+                raise ChildProcessError(f"{name} {ending(code)}; its log ({running.log}): {said}")
 
     def _command(self, line: str) -> None:
         pipe = _stream(self._janitor.stdin)
@@ -247,9 +228,9 @@ def _stream(pipe: IO[str] | None) -> IO[str]:
 def tend_pipe(grace: float) -> None:
     """Run the janitor: read lines from standard input until the parent closes it, then clean up.
 
-    The lines are ``start PID``, ``stop PID`` (answered by a line) and ``remove "DIRECTORY"``. At
-    the end, every process group that was started and not stopped gets SIGTERM, and SIGKILL if it
-    still exists ``grace`` seconds later; then the directories are removed.
+    The lines are ``start PID`` and ``remove "DIRECTORY"``. At the end, every process group that was
+    started gets SIGTERM, and SIGKILL if it still exists ``grace`` seconds later; then the
+    directories are removed.
     """
     # Signals for the parent may reach this process too, but only the parent's end counts here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -260,10 +241,6 @@ def tend_pipe(grace: float) -> None:
         verb, _, argument = line.rstrip("\n").partition(" ")
         if verb == "start":
             groups.append(int(argument))
-        elif verb == "stop":
-            end_groups([int(argument)], grace)
-            groups.remove(int(argument))
-            print("stopped", flush=True)
         elif verb == "remove":
             directories.append(json.loads(argument))
     end_groups(groups, grace)

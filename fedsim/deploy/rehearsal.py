@@ -15,13 +15,13 @@ from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
 from fedsim.deploy.ports import free_ports, is_busy
-from fedsim.deploy.processes import Processes, Service, StartedProcess, program
+from fedsim.deploy.processes import Processes, Service, program
 from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
 
 class Rehearsal(Processes):
-    """All processes of a federation, on loopback; they end with this process.
+    """All processes of a federation, on loopback; they are started once, and end with this process.
 
     Parameters
     ----------
@@ -31,8 +31,6 @@ class Rehearsal(Processes):
         Environment variables of the ServerApps.
     logs : path, optional
         Directory for the processes' output; temporary by default.
-    state : path, optional
-        Directory for the SuperLink's database, to reuse it later; temporary by default.
 
     Attributes
     ----------
@@ -45,7 +43,6 @@ class Rehearsal(Processes):
         *,
         variables: Mapping[str, str] | None = None,
         logs: Path | None = None,
-        state: Path | None = None,
     ) -> None:
         super().__init__(logs)
         self.federation = federation
@@ -53,10 +50,9 @@ class Rehearsal(Processes):
         self._variables = dict(variables or {})
         self._homes = Path(tempfile.mkdtemp(prefix="fedsim-flower-"))
         self.remove_at_end(self._homes)
-        self._state = state or self._homes / "superlink"
         try:
             self._check_ports()
-            self.start_superlink()
+            self._start_server()
         except BaseException:
             self.close()
             raise
@@ -105,20 +101,6 @@ class Rehearsal(Processes):
             raise
         return rehearsal
 
-    @property
-    def superlink(self) -> StartedProcess:
-        """The SuperLink's process."""
-        return self.running["superlink"]
-
-    def supernode(self, node: int) -> StartedProcess:
-        """A SuperNode's process."""
-        return self.running[f"supernode-{node}"]
-
-    def start_superlink(self) -> None:
-        """Start the server's services, or restart them, and wait until they listen."""
-        for service in SuperLink.load(self.federation.superlink).services(self._state):
-            self.keep_up(service.among(self._variables))
-
     def register(self, nodes: Sequence[int] | None = None) -> None:
         """Register SuperNodes, by default all; Flower refuses a key that is registered already."""
         node_ids = range(self.federation.nodes) if nodes is None else nodes
@@ -133,14 +115,19 @@ class Rehearsal(Processes):
         if party.superlink == f"{federation.hosts[0]}:{federation.fleet_port}":
             party = replace(party, superlink=f"127.0.0.1:{federation.fleet_port}")
         for service in party.services(self._homes / f"node-{node}", port=port):
-            self.keep_up(service, wait=False)
+            self.start_service(service, wait=False)
 
     def start_all(self) -> None:
-        """Register the SuperNodes that are not registered yet, and start them all."""
-        # They are registered in order: a process that was killed has registered the first ones.
-        self.register(range(len(self.operator.nodes()), self.federation.nodes))
+        """Register all SuperNodes, and start them."""
+        self.register()
         for node in range(self.federation.nodes):
             self.start_node(node)
+
+    def _start_server(self) -> None:
+        """Start the server's services, and wait until they listen."""
+        party = SuperLink.load(self.federation.superlink)
+        for service in party.services(self._homes / "superlink"):
+            self.start_service(service.among(self._variables))
 
     def _check_ports(self) -> None:
         for port in (self.federation.port, self.federation.fleet_port):
@@ -184,24 +171,13 @@ class Simulation(Processes):
             )
             home_variable = {"FLWR_HOME": str(self.directory)}
             service = Service("superlink", command, {**(variables or {}), **home_variable}, port)
-            self._superlink = self.keep_up(service)
+            self.start_service(service)
         except BaseException:
             self.close()
             raise
 
     def start_all(self) -> None:
         """Do nothing: Flower starts the virtual clients with the run."""
-
-    def tend(self) -> None:
-        """Check that the SuperLink is alive, without which the run is lost.
-
-        Raises
-        ------
-        FedsimError
-            With the end of its log, if it has ended.
-        """
-        if not self._superlink.alive():
-            raise FedsimError(f"the SuperLink ended:\n{self._superlink.tail()}")
 
 
 def federation_config(clients: int, cpus: float, gpus: float) -> str:

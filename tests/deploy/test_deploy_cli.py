@@ -175,26 +175,34 @@ def test_help_teaches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [(signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL), ("superlink", 1), ("supernode", 1)],
+)
+def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number, ending):
     port, fleet_port = free_ports(2)
     Federation.create(tmp_path / "fed", nodes=1, port=port, fleet_port=fleet_port)
-    program = "from fedsim.cli.deploy import deploy; deploy()"
-    up = subprocess.Popen(
-        [sys.executable, "-c", program, "up", str(tmp_path / "fed")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "fedsim", "deploy", "up", str(tmp_path / "fed")]
+    up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert "SuperLink is up" in up.stdout.readline()
         assert listening(port)
         assert listening(fleet_port)
+        if isinstance(number, str):
+            assert "Up." in up.stdout.readline()
+            (pid,) = processes_of(tmp_path, f"fedsim.deploy.flower_programs\0{number}")
+            os.kill(pid, signal.SIGKILL)
+        else:
+            up.send_signal(number)
+        assert up.wait(60) == ending
     finally:
-        up.send_signal(number)
-        up.wait(60)
+        up.kill()
+        said = up.communicate()[0]
+    if isinstance(number, str):
+        assert f"fedsim: {number}" in said
+        assert "was ended by signal 9; its log" in said
     deadline = time.monotonic() + 30
-    while running(tmp_path) or listening(port) or listening(fleet_port):
+    while processes_of(tmp_path) or listening(port) or listening(fleet_port):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     left = {path.name for path in (tmp_path / "fed").iterdir()}
@@ -208,13 +216,14 @@ def listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def running(directory: Path) -> list[str]:
-    """Processes that have the federation's files on their command line."""
+def processes_of(directory: Path, words: str = "") -> list[int]:
+    """Processes that have the federation's files, and these words, on their command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if str(directory).encode() in entry.read_bytes():
-                found.append(entry.parent.name)
+            command = entry.read_bytes()
         except OSError:
             continue
+        if str(directory).encode() in command and words.encode() in command:
+            found.append(int(entry.parent.name))
     return found

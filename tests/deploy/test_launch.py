@@ -82,6 +82,28 @@ def test_a_run_that_failed_says_how_it_is_resumed(tmp_path: Path) -> None:
     assert message().endswith(f"minute. {here}")
 
 
+def test_a_run_one_of_whose_processes_ended_says_which_and_how_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    (directory.checkpoint / "round-3").mkdir(parents=True)
+
+    def ended() -> None:
+        raise ChildProcessError("supernode-2 was ended by signal 9; its log (a.log): nothing")
+
+    class Polled(Failing):
+        def follow(self, run_id: int, poll: Any, show: Any) -> str:
+            poll()
+            return "finished:failed"
+
+    with pytest.raises(RunFailedError) as failure:
+        _follow(Polled(""), 7, ended, directory)
+    assert str(failure.value) == (
+        "supernode-2 was ended by signal 9; its log (a.log): nothing. "
+        "The same command with --resume continues from its checkpoint of round 3."
+    )
+
+
 def test_warnings_of_the_server_reach_the_operators_screen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

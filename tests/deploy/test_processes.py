@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fedsim.deploy import processes as module
 from fedsim.deploy.ports import free_ports
 from fedsim.deploy.processes import Processes, Service, wait_for_port
 from fedsim.errors import FedsimError
@@ -65,17 +64,7 @@ def test_a_process_that_ignores_sigterm_is_killed():
     with Processes(grace=0.2) as processes:
         running = processes.start("stubborn", STUBBORN)
         printed(running)
-        processes.stop(running)
-        assert not running.alive()
-
-
-def test_one_process_can_be_stopped_while_the_others_go_on():
-    with Processes() as processes:
-        first, second = (processes.start(name, FAMILY) for name in ("a", "b"))
-        printed(first), printed(second)
-        processes.stop(first)
-        assert not first.alive()
-        assert second.alive()
+    assert not running.alive()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -124,7 +113,7 @@ def test_a_service_whose_port_another_process_has_is_refused():
         port = other.getsockname()[1]
         sleeping = Service("late", (sys.executable, "-c", "import time; time.sleep(60)"), port=port)
         with pytest.raises(FedsimError, match=f"port {port} of late is in use"):
-            processes.keep_up(sleeping)
+            processes.start_service(sleeping)
 
 
 LISTENING = (
@@ -138,10 +127,12 @@ def test_a_service_is_awaited_at_its_own_address():
     (port,) = free_ports(1)
     command = (sys.executable, "-c", LISTENING, "127.0.0.2", str(port))
     with Processes() as processes:
-        assert processes.keep_up(Service("here", command, port=port, host="127.0.0.2")).alive()
+        assert processes.start_service(
+            Service("here", command, port=port, host="127.0.0.2")
+        ).alive()
         elsewhere = Service("there", command, port=port, host="192.0.2.250")
         with pytest.raises(FedsimError, match=r"no address 192\.0\.2\.250 \(--host\)"):
-            processes.keep_up(elsewhere)
+            processes.start_service(elsewhere)
 
 
 def test_a_process_is_told_nothing_that_this_one_was_given_beside_where_things_are(monkeypatch):
@@ -166,56 +157,61 @@ def test_what_a_process_writes_is_for_its_owner_only(tmp_path):
 
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
-BROKEN = (sys.executable, "-S", "-c", "print('no such key')")
+FLOWERS = """
+import sys
+print("\\x1b[92mINFO \\x1b[0m:      Starting")
+print("\\x1b[91mERROR \\x1b[0m:     Exit Code: 305\\nFailed to activate SuperNode.\\n")
+print("For more information, visit: <https://flower.ai>\\nINFO:     Finished server process")
+sys.exit(1)
+"""
 
 
 @pytest.fixture
-def supervisor(monkeypatch):
-    monkeypatch.setattr(module, "_RESTART_SECONDS", 0.0)
-    with Processes(grace=0.2) as supervising:
-        yield supervising
+def processes():
+    with Processes(grace=0.2) as started:
+        yield started
 
 
-def test_what_is_killed_is_started_again(supervisor):
-    first = supervisor.keep_up(Service("sleeper", SLEEPER))
-    first.process.kill()
-    first.process.wait()
-    supervisor.tend()
-    second = supervisor.running["sleeper"]
-    assert second.alive()
-    assert second.pid != first.pid
+def service_that_ended(processes, program: str):
+    running = processes.start_service(Service("broken", (sys.executable, "-S", "-c", program)))
+    running.process.wait(20)
+    return running
 
 
-def test_what_lives_is_left_alone(supervisor):
-    first = supervisor.keep_up(Service("sleeper", SLEEPER))
-    supervisor.tend()
-    assert supervisor.running["sleeper"] is first
+def test_services_that_run_are_left_alone(processes):
+    first = processes.start_service(Service("sleeper", SLEEPER))
+    processes.check()
+    assert first.alive()
+    assert processes.running == {"sleeper": first}
 
 
-def test_what_was_stopped_stays_so(supervisor):
-    first = supervisor.keep_up(Service("sleeper", SLEEPER))
-    supervisor.take_down("sleeper")
-    supervisor.tend()
-    assert not first.alive()
-    assert supervisor.running == {}
+def test_a_service_that_was_killed_is_named_and_not_started_again(processes):
+    processes.start_service(Service("other", SLEEPER))
+    killed = processes.start_service(Service("sleeper", SLEEPER))
+    killed.process.kill()
+    killed.process.wait(20)
+    for _ in range(2):
+        with pytest.raises(ChildProcessError, match=r"^sleeper was ended by signal 9; .*: nothing"):
+            processes.check()
+    assert processes.running["sleeper"] is killed
 
 
-def test_starting_what_is_there_ends_the_first(supervisor):
-    first = supervisor.keep_up(Service("sleeper", SLEEPER))
-    second = supervisor.keep_up(Service("sleeper", SLEEPER))
-    assert not first.alive()
-    assert second.alive()
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("print('first'); print('last')", r"exited with status 0; its log \(.*\.log\): last"),
+        ("1 / 0", r"exited with status 1; .*: ZeroDivisionError: .* by zero"),
+        (FLOWERS, r"status 1; .*: ERROR : Exit Code: 305 Failed to activate SuperNode"),
+    ],
+)
+def test_a_service_that_ended_is_named_with_the_last_error_in_its_log(processes, program, said):
+    service_that_ended(processes, program)
+    with pytest.raises(ChildProcessError, match=f"^broken .*{said}$"):
+        processes.check()
 
 
-def test_what_keeps_ending_is_reported_with_its_log(supervisor, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_RESTARTS", 3)
-    supervisor.keep_up(Service("broken", BROKEN))
-
-    def tend():
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            supervisor.tend()
-            time.sleep(0.02)
-
-    with pytest.raises(FedsimError, match="broken keeps ending:\nno such key"):
-        tend()
+def test_an_error_of_an_earlier_process_with_the_same_log_is_not_a_services_own(processes):
+    service_that_ended(processes, "1 / 0")
+    service_that_ended(processes, "print('ended early')")
+    with pytest.raises(ChildProcessError, match=r"status 0; .*: ended early$"):
+        processes.check()

@@ -12,25 +12,6 @@ from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.services import Node
 
 
-@pytest.mark.parametrize(("registered", "missing"), [(0, [0, 1, 2]), (1, [1, 2]), (3, None)])
-def test_nodes_that_a_killed_process_did_not_register_are_registered_by_the_next(
-    registered: int, missing: list[int] | None
-) -> None:
-    """With one registered none of the others was, and they were refused for ever."""
-    rehearsal = object.__new__(Rehearsal)
-    keys = {node: Path(f"node-{node}.pub") for node in range(3)}
-    rehearsal.federation = MagicMock(nodes=3, insecure=False, public_key=keys.get)
-    operator = rehearsal.operator = MagicMock()
-    operator.nodes.return_value = [{}] * registered
-    rehearsal.start_node = MagicMock()  # type: ignore[method-assign]
-    rehearsal.start_all()
-    if missing is None:
-        operator.register.assert_not_called()
-    else:
-        operator.register.assert_called_once_with([keys[node] for node in missing])
-    assert rehearsal.start_node.call_count == 3
-
-
 @pytest.mark.parametrize(
     ("written", "used"),
     [("superlink.example.org:9092", "127.0.0.1:9092"), ("127.0.0.1:7777", "127.0.0.1:7777")],
@@ -44,12 +25,12 @@ def test_nodes_of_a_rehearsal_reach_the_superlink_of_this_machine(
         tmp_path / "fed", hosts=["superlink.example.org"], nodes=1
     )
     rehearsal._homes = tmp_path
-    keep_up = MagicMock()
-    monkeypatch.setattr(rehearsal, "keep_up", keep_up)
+    start_service = MagicMock()
+    monkeypatch.setattr(rehearsal, "start_service", start_service)
     directory = rehearsal.federation.node(0)
     replace(Node.load(directory), superlink=written).save()
     rehearsal.start_node(0)
-    command = keep_up.call_args_list[0].args[0].command
+    command = start_service.call_args_list[0].args[0].command
     assert command[command.index("--superlink") + 1] == used
 
 
@@ -61,7 +42,7 @@ def test_keys_of_a_temporary_federation_are_removed_if_its_start_is_interrupted(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(Rehearsal, "start_superlink", interrupted)
+    monkeypatch.setattr(Rehearsal, "_start_server", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Rehearsal.temporary(1)
     assert not any(tmp_path.iterdir())

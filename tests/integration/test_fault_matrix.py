@@ -135,6 +135,6 @@ def test_a_deployment_and_clients_that_hang_or_are_killed(tmp_path, monkeypatch)
         config = {"out": str(out), "schedule": as_setting(schedule)}
         app = write_app(tmp_path / "app", config, server_app=server, client_app=client)
         run_id = rehearsal.operator.submit(app)
-        status = rehearsal.operator.follow(run_id, rehearsal.tend)
+        status = rehearsal.operator.follow(run_id, rehearsal.check)
         assert status == "finished:completed", rehearsal.operator.log(run_id)
     assert rows_of(out) == expected(schedule, tmp_path)

@@ -7,6 +7,7 @@ there to ask.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import time
@@ -29,6 +30,7 @@ from flwr.proto.run_pb2 import GetRunRequest
 from intruder import Intruder, Refused
 
 from fedsim.deploy.certificates import Authority
+from fedsim.deploy.federation import Federation
 from fedsim.deploy.flower_programs import credentials, new_token
 from fedsim.deploy.flower_replacements import speaks_grpc
 from fedsim.deploy.operator import Operator
@@ -55,6 +57,11 @@ def rehearsal():
 @pytest.fixture(scope="module")
 def authority(rehearsal):
     return rehearsal.federation.operator / "ca.crt"
+
+
+def nodes_of(operator):
+    """The registered SuperNodes."""
+    return operator._json("supernode", "list", operator.connection)["nodes"]
 
 
 def with_key(rehearsal, node):
@@ -122,7 +129,7 @@ def test_nobody_registers_a_key_of_their_own(rehearsal, bystander):
             "FAILED_PRECONDITION",
             "PERMISSION_DENIED",
         }
-    known = [node["node-id"] for node in rehearsal.operator.nodes()]
+    known = [node["node-id"] for node in nodes_of(rehearsal.operator)]
     assert len(known) == 3
 
 
@@ -130,7 +137,7 @@ def test_an_unregistered_key_activates_nothing(rehearsal):
     stranger = with_key(rehearsal, STRANGER)
     request = ActivateNodeRequest(public_key=stranger.public_key, heartbeat_interval=30)
     assert status(stranger.fleet, "ActivateNode", request) != "let in"
-    online = [node for node in rehearsal.operator.nodes() if node["status"] == "online"]
+    online = [node for node in nodes_of(rehearsal.operator) if node["status"] == "online"]
     assert len(online) <= 2
 
 
@@ -276,7 +283,7 @@ def a_nodes_own_port(rehearsal):
     """Where a SuperNode answers its app, on the node's machine."""
     (port,) = free_ports(1)
     rehearsal.start_node(HOST, port=port)
-    wait_for_port(rehearsal.supernode(HOST), port)
+    wait_for_port(rehearsal.running[f"supernode-{HOST}"], port)
     return port
 
 
@@ -322,14 +329,14 @@ def test_flowers_own_command_line_does_nothing_without_the_operators_token(
     operator = impostor(token)
     app = write_app(tmp_path / "app", RunConfig().to_tree())
     for attempt in (
-        operator.nodes,
+        functools.partial(nodes_of, operator),
         lambda: operator.status(1),
         lambda: operator.submit(app),
         lambda: operator.register([rehearsal.federation.public_key(STRANGER)]),
     ):
         with pytest.raises(FedsimError):
             attempt()
-    assert len(rehearsal.operator.nodes()) == 3
+    assert len(nodes_of(rehearsal.operator)) == 3
 
 
 # The operator's token lets nobody bring code
@@ -375,13 +382,13 @@ def test_a_node_with_an_unregistered_key_ends_by_itself(rehearsal):
     assert running.process.wait(90) != 0
 
 
-def test_a_server_with_an_expired_certificate_is_not_trusted(rehearsal):
-    federation = rehearsal.federation
+def test_a_server_with_an_expired_certificate_is_not_trusted(tmp_path):
+    port, fleet_port = free_ports(2)
+    federation = Federation.create(tmp_path / "fed", nodes=1, port=port, fleet_port=fleet_port)
+    authority = federation.operator / "ca.crt"
     federation.issue(days=-1)
-    rehearsal.start_superlink()
-    assert "expired" in intruder.handshake(federation.fleet_port, federation.operator / "ca.crt")
+    with Rehearsal(federation):
+        assert "expired" in intruder.handshake(fleet_port, authority)
     federation.issue(days=1)
-    rehearsal.start_superlink()
-    # Its database has outlived the restart: members are members.
-    assert intruder.handshake(federation.fleet_port, federation.operator / "ca.crt") == "trusted"
-    assert len(rehearsal.operator.nodes()) == 3
+    with Rehearsal(federation):
+        assert intruder.handshake(fleet_port, authority) == "trusted"

@@ -47,7 +47,7 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[s
         deadline = time.monotonic() + 400
 
         def alive() -> None:
-            up.tend()
+            up.check()
             assert time.monotonic() < deadline, up.operator.log(run_id)
 
         assert up.operator.follow(run_id, alive).startswith("finished")

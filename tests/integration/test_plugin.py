@@ -85,7 +85,7 @@ def test_it_runs_as_networked_processes(tmp_path, monkeypatch):
         server, client = apps
         app = write_app(tmp_path / "app", config, server_app=server, client_app=client)
         run_id = rehearsal.operator.submit(app)
-        status = rehearsal.operator.follow(run_id, rehearsal.tend)
+        status = rehearsal.operator.follow(run_id, rehearsal.check)
         assert status == "finished:completed", rehearsal.operator.log(run_id)
     check(out, 3, nodes=4, noise=0.3)
 

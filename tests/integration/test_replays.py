@@ -61,7 +61,8 @@ def rehearsal(monkeypatch):
 
 
 def replays(rehearsal, node: int) -> list[str]:
-    lines = rehearsal.supernode(node).log.read_text(errors="replace").splitlines()
+    running = rehearsal.running[f"supernode-{node}"]
+    lines = running.log.read_text(errors="replace").splitlines()
     return [line.split()[1] for line in lines if line.startswith("replayed ")]
 
 
@@ -71,7 +72,7 @@ def test_replies_that_are_sent_again_count_once_or_not_at_all(rehearsal, tmp_pat
     server, client = APPS
     app = write_app(tmp_path / "app", settings(out), server_app=server, client_app=client)
     run_id = rehearsal.operator.submit(app)
-    status = rehearsal.operator.follow(run_id, rehearsal.tend)
+    status = rehearsal.operator.follow(run_id, rehearsal.check)
     assert status == "finished:completed", rehearsal.operator.log(run_id)
     assert replays(rehearsal, 0) == ["same", "another"] * ROUNDS
     assert replays(rehearsal, 1) == replays(rehearsal, 2) == ["old"] * (ROUNDS - 1)

@@ -104,7 +104,7 @@ def story(tmp_path_factory):
         deadline = time.monotonic() + 400
 
         def alive():
-            up.tend()
+            up.check()
             assert time.monotonic() < deadline, up.operator.log(run_id)
 
         status = up.operator.follow(run_id, alive)
