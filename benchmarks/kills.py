@@ -118,23 +118,18 @@ def reached(directory: Path) -> dict[str, Any]:
             for name, tensor in load_file(RunDirectory(directory).model).items()
         },
         "rows": [{k: v for k, v in row.items() if k not in operators} for row in rows],
-        "charged": [[(entry.round, entry.event) for entry in ledger.charged] for ledger in ledgers],
+        "charged": [[(entry.round, entry.event) for entry in ledger.entries] for ledger in ledgers],
         "last epsilon": [rows[-1].get(name) for name in ("epsilon", "example-epsilon")],
     }
 
 
 def _ledgers(directory: Path) -> list[Path]:
-    return sorted(
-        path
-        for pattern in ("ledger.jsonl", "clients/**/client-*.jsonl")
-        for path in directory.glob(pattern)
-    )
+    return sorted(directory.glob("ledger*.jsonl"))
 
 
 def heads(directory: Path) -> list[tuple[str, ...]]:
-    """Hashes of the server's ledger; clients' hashes depend on a secret of each directory."""
-    ledger = RunDirectory(directory).ledger
-    return [tuple(Ledger.read(ledger, delta=1e-5).heads)] if ledger.exists() else []
+    """Hashes of the ledgers."""
+    return [tuple(Ledger.read(path, delta=1e-5).heads) for path in _ledgers(directory)]
 
 
 @contextmanager

@@ -296,7 +296,6 @@ WRONG = [
     ("privacy.Budget('1', 1e-5)", "epsilon"),
     ("privacy.Budget(np.nan, 1e-5)", "max-epsilon"),
     ("privacy.Budget(1.0, 1.0)", "delta"),
-    ("privacy.ClientLedgers(None, delta=1e-5, max_epsilon=np.nan)", "client.noise.max-epsilon"),
     ("privacy.Ledger(delta=1e-5).would_exceed(event, np.nan)", "max-epsilon"),
     ("privacy.Ledger(delta=1e-5).would_exceed(event, '1')", "epsilon"),
     ("privacy.Ledger().record(3)", "entry"),

@@ -11,8 +11,8 @@ from loops import Charged, ChargedNode, opacus_loop
 
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
+from fedsim.errors import BudgetSpentError
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
-from fedsim.privacy.ledger_file import BudgetSpentError
 
 CLIENTS, ROUNDS = 20, 10
 

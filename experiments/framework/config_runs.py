@@ -31,11 +31,10 @@ from fedsim.config.tables import Choice, ConfigTable
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.reports.verification import verify_run
-from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row
 from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.run_ledgers import clients_ledgers
+from fedsim.runs.run_ledgers import ledger_paths
 from fedsim.runs.runner import run as run_config
 from fedsim.settings import settings_of
 
@@ -254,10 +253,8 @@ def _verified(directory: Path) -> Result:
     for one in verify_run(directory):
         if not one.passed:
             raise FedsimError(f"{directory}: {one.subject}: {one.detail}")
-    ledgers = [RunDirectory(directory).ledger]
-    if (clients := clients_ledgers(directory, record.config)) is not None:
-        ledgers += sorted(clients.glob("client-*.jsonl"))
-    heads = [Ledger.read(path).head for path in ledgers if path.is_file()]
+    paths = ledger_paths(record.config, directory).values()
+    heads = [Ledger.read(path).head for path in paths if path.is_file()]
     return {"ledger": heads[0] if len(heads) == 1 else digest({"heads": heads})}
 
 

@@ -25,6 +25,7 @@ from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.flower_internals import client_id
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
+from fedsim.privacy import Ledger
 from fedsim.runs.data_split import (
     RunData,
     device_of,
@@ -140,7 +141,8 @@ def mechanism_for(context: Context) -> Mechanism:
 
 
 def _trainer(config: RunConfig, client: int, data: str) -> Trainer:
-    if config.client.private and not config.client.state_dir:
+    simulated = config.engine.name == "simulation" and not data
+    if config.client.private and not config.client.state_dir and not simulated:
         raise FedsimError(
             "client.state-dir is not set; a client with example-level privacy keeps its ledger "
             "there, which must outlive the process that trains."
@@ -150,15 +152,27 @@ def _trainer(config: RunConfig, client: int, data: str) -> Trainer:
             f"node-config 'partition-id' is {client}; it must lie in 0 .. "
             f"{config.partition.clients - 1}, the clients of the run."
         )
-    if config.engine.name == "simulation" and not data:
+    if simulated:
         return _everybody(tuple(sorted(config.to_run_config().items())))
-    return resolve_node(config, client, data).trainer
+    trainer = resolve_node(config, client, data).trainer
+    if config.client.private:
+        # Evidence, whatever the server says of its entropy: each request answered is a line.
+        trainer.record_in(
+            Ledger(
+                Path(config.client.state_dir) / f"client-{client}.jsonl",
+                delta=config.client.noise.delta,
+                keeps="evidence",
+                client=client,
+            )
+        )
+    return trainer
 
 
 @functools.lru_cache(maxsize=1)
 def _everybody(flat: tuple[tuple[str, Scalar], ...]) -> Trainer:
     """One trainer for all the virtual clients that this process serves."""
-    return resolve(RunConfig.from_run_config(dict(flat))).trainer
+    # The process that drives the run records what its clients release.
+    return resolve(RunConfig.from_run_config(dict(flat))).trainer.without_ledger()
 
 
 def data_to_write(config: RunConfig) -> RunData:

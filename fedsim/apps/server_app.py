@@ -21,9 +21,9 @@ from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import distant_callback
 from fedsim.runs.directory import OUT, RUNS, RunDirectory, last_run
-from fedsim.runs.earlier_runs import resumed_config
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
+from fedsim.runs.resume import resumed_config
 from fedsim.runs.runner import drive
 from fedsim.runs.session import CALLERS_CALLBACKS
 

@@ -259,7 +259,7 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
         kernel=resolved.config.client.kernel,
         randomness=Randomness(1, "audit"),
         device=resolved.trainer.device,
-        privacy=replace(privacy.scaled(FAINT), ledger_dir=None, max_epsilon=None),
+        privacy=replace(privacy.scaled(FAINT), max_epsilon=None),
     )
     for _ in trainer.train(trainer.initial(), np.zeros(1, dtype=np.int64), 1):
         pass

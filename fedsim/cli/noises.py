@@ -13,7 +13,7 @@ from rich.table import Table
 from fedsim import registry
 from fedsim.cli.console import Output, check_out
 from fedsim.config import RunConfig
-from fedsim.config.plan import planned_delta, uncalibrated_plan, with_best_groups
+from fedsim.config.plan import uncalibrated_plan, with_best_groups
 from fedsim.errors import FedsimError
 from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.noise import Correlated
@@ -71,7 +71,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
             "--noises compares the noise of the server's releases; mechanism.name and "
             "noise.multiplier, or noise.target-epsilon, must claim privacy for clients."
         )
-    delta = planned_delta(config)
+    delta = config.noise.delta
     epsilon = config.noise.target_epsilon or _plan_of(config).epsilon(delta)
     plans = sorted(_plans(config, epsilon, delta), key=lambda candidate: candidate.error)
     console = Output()

@@ -262,7 +262,8 @@ def stats(
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Replace an existing run; its ledger is archived and still counts."
+            "--overwrite",
+            help="Replace an existing run, unless it is evidence of private releases.",
         ),
     ] = False,
 ) -> None:
@@ -277,8 +278,8 @@ def stats(
 
         fedsim stats house.toml --epsilon 1 --inputs=-5,5 --targets 0,100 --quantiles
 
-    The ledger goes to the directory that `fedsim run` would use. A later run with --overwrite
-    archives it and counts it in its own statement.
+    The ledger goes to the directory that `fedsim run` would use. To add up the cost with that of
+    runs on the same clients, name one ledger in all of them (privacy.ledger).
     """
     settings = RunConfig.load(config, set_ or [])
     from fedsim.privacy.durable import replace as write
@@ -303,7 +304,7 @@ def stats(
     )
     plan = StatisticsPlan.of(settings, request, private_dataset(settings, request))
     directory = out or Path("runs") / settings.name
-    refuse_spent_budget(plan.config, directory)
+    refuse_spent_budget(plan.config)
     result = run(plan.config, out=directory, overwrite=overwrite)
     if result.ended != "finished":
         raise FedsimError(f"no statistics were released. {result.why}")

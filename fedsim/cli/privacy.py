@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
@@ -28,12 +28,10 @@ from fedsim.cli.privacy_question import (
 )
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Answer, Ledger, Question, TradeOff, tradeoff
-from fedsim.privacy.claims import Stopping
-from fedsim.privacy.durable import archived
-from fedsim.privacy.entry import History
+from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import simple_laws
 from fedsim.privacy.manifest import new_key
-from fedsim.reports.verification import verify_run
+from fedsim.reports.verification import NOT_VERIFIED, verify_run
 
 _plan = partial(panel_option, "The plan")
 _sampling = partial(panel_option, "Sampling")
@@ -227,7 +225,7 @@ def _show_spent(contents: Source, ledger: Ledger, delta: float, as_json: bool) -
         console.print(f"{statement}\n")
         if statement.private and statement.cost.releases:
             console.print(_tradeoff_table(statement.tradeoff))
-    console.print(_history_table(ledger, delta, contents.question.stopping))
+    console.print(_history_table(ledger.statement(delta).charged, delta))
 
 
 def _make_key(path: Path) -> None:
@@ -237,11 +235,10 @@ def _make_key(path: Path) -> None:
 
 def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_json: bool) -> None:
     """Compare a run's files with its ledger; exit status 1 if they differ."""
-    ledger = (run or Path()) / "ledger.jsonl"
-    if run is None or not run.is_dir() or not (ledger.is_file() or archived(ledger)):
+    if run is None or not (run / "config.toml").is_file():
         raise FedsimError(
-            f"--verify {run or ''} checks a run, which has a ledger.jsonl; name its directory, "
-            "such as runs/digits."
+            f"--verify {run or ''} checks a run, which has a config.toml; name its directory, such "
+            "as runs/digits."
         )
     checks = verify_run(run, public_key, delta)
     failed = not all(check.passed for check in checks)
@@ -254,6 +251,7 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_j
         table.add_row(mark, check.subject, check.detail)
     console = Output()
     console.print(table)
+    console.print(NOT_VERIFIED)
     if public_key is None:
         console.print("Without a signature this detects accidents, not forgery; see --public-key.")
     if failed:
@@ -273,8 +271,8 @@ def _answer_table(answer: Answer) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     table.add_row("delta", f"{question.delta:g}")
-    if question.stopping.possible_ends:
-        table.add_row("", "half of it for stopping early (stop.metric, stop.callbacks)")
+    if question.may_stop:
+        table.add_row("", "all rounds, whichever is the last (stop.metric, stop.callbacks)")
     table.add_row("level, neighbours", f"{question.level}, {cost.adjacency}")
     table.add_row("sampling", question.law.label)
     if question.level == "example":
@@ -326,23 +324,18 @@ def _over_table(question: Question, key: str, answers: list[Answer]) -> Table:
     return table
 
 
-def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
+def _history_table(entries: Sequence[Entry], delta: float) -> Table:
     """Table of epsilon over rounds, in about ten steps."""
     table = Table(title=f"epsilon at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
         table.add_column(name, justify="right")
-    before, entries = ledger.history.archived, ledger.history.of_this_run
-    every = max(1, math.ceil(len(entries) / 10))
-    history = History(before)
-    if before:
-        epsilon = history.accountant.epsilon(delta)
-        table.add_row(f"{history.releases:,}", "before", _number(epsilon))
+    every, history = max(1, math.ceil(len(entries) / 10)), History()
     for number, entry in enumerate(entries, start=1):
-        history.add_unchecked(entry)
+        history.add(entry)
         if number % every == 0 or number == len(entries):
             label = "" if entry.round is None else str(entry.round)
-            epsilon = stopping.after(entry.round or 0).epsilon(history, delta)
-            table.add_row(f"{history.releases:,}", label, _number(epsilon))
+            spent = history.accountant
+            table.add_row(f"{spent.releases:,}", label, _number(spent.epsilon(delta)))
     return table
 
 

@@ -12,21 +12,19 @@ from fedsim.config.plan import (
     entropy,
     evaluation_events,
     extrapolation,
-    stopping,
+    may_stop,
     uncalibrated_plan,
     with_added_noise,
     with_best_groups,
 )
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, ClientLedgers, Event, Ledger, Question
+from fedsim.privacy import Adjacency, Event, Ledger, Question
 from fedsim.privacy.adversary import DECLARED_SENTENCES, large_delta
 from fedsim.privacy.claims import Extrapolation
-from fedsim.privacy.durable import archived
 from fedsim.privacy.events import law_named, simple_laws
-from fedsim.privacy.laws.correlated import ExtendedLaw
 from fedsim.privacy.plan import of_user
-from fedsim.runs.run_ledgers import RunLedgers, delta_of
+from fedsim.runs.run_ledgers import RunLedgers, delta_of, node_ledgers
 from fedsim.synonyms import closest
 
 
@@ -78,7 +76,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
     if source.suffix == ".toml":
         return _of_config(with_best_groups(RunConfig.load(source, overrides)))
     if not source.is_dir():
-        if not source.exists() and not archived(source):
+        if not source.exists():
             raise FedsimError(
                 f"there is no file or folder {source}; SOURCE must be a config, a ledger, or a "
                 "directory of a run or of clients' ledgers."
@@ -89,11 +87,10 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
             delta = delta_of(read_config(config) if config.is_file() else {})
         ledgers = RunLedgers(server=ledger, other_delta=delta)
         return Source(_further_rounds(ledger, delta), ledger, ledgers)
-    pattern = source / "client-*.jsonl"
-    if any(source.glob(pattern.name)) or archived(pattern):
+    nodes = node_ledgers(source, {"client.state-dir": str(source)})
+    if nodes and not (source / "config.toml").exists():
         delta = 1e-5 if delta is None else delta
-        clients = ClientLedgers(source, delta=delta, read_only=True)
-        return _of_clients(RunLedgers(clients=clients), clients)
+        return _of_examples(RunLedgers(examples=[*map(Ledger.read, nodes)], other_delta=delta))
     return _of_run(source, delta)
 
 
@@ -117,37 +114,36 @@ def _of_run(run: Path, delta: float | None) -> Source:
     ledgers = RunLedgers.read(run, delta=delta)
     server = ledgers.server or Ledger.read(run / "ledger.jsonl")  # raises if there is none
     ledgers = replace(ledgers, server=server)
-    if ledgers.clients is not None and not server.statement(ledgers.delta).private:
-        return _of_clients(ledgers, ledgers.clients)
-    question = replace(_further_rounds(server, ledgers.delta), stopping=stopping(ledgers.config))
+    if ledgers.examples and not server.statement(ledgers.delta).private:
+        return _of_examples(ledgers)
+    question = replace(_further_rounds(server, ledgers.delta), may_stop=may_stop(ledgers.config))
     return Source(question, server, ledgers)
 
 
-def _of_clients(ledgers: RunLedgers, clients: ClientLedgers) -> Source:
-    costliest = clients.worst()
-    return Source(_further_rounds(costliest, clients.delta), costliest, ledgers)
+def _of_examples(ledgers: RunLedgers) -> Source:
+    delta = ledgers.example_delta
+    worst = max(ledgers.examples, key=lambda ledger: ledger.epsilon(delta))
+    return Source(_further_rounds(worst, delta), worst, ledgers)
 
 
 def _further_rounds(ledger: Ledger, delta: float) -> Question:
     """Question about more rounds like the ledger's last one."""
     question = Question(delta=delta, level=ledger.level)
-    if not ledger.charged:
-        return question
+    charged = ledger.statement(delta).charged if ledger.entries else ()
     # An event of count 0 is of a round that an earlier charge (a whole plan) covers.
-    rounds = (e.event for e in reversed(ledger.charged) if e.of_round and e.event.count)
+    rounds = (e for e in reversed(charged) if e.kind == "release" and e.event.count)
     last = next(rounds, None)
     if last is None:
         return question
-    law = last.law
-    if isinstance(law, ExtendedLaw):
-        law = law.base  # the law of the whole plan, not of what it costs beyond a shorter one
+    # A line that pays for further rounds, too, has their invocations.
+    covered = 1 if last.through is None else last.through - (last.round or 1) + 1
     return replace(
         question,
-        law=law,
-        invocations=last.count,
-        noise_multiplier=last.total_noise_multiplier,
-        past=tuple(entry.event for entry in ledger.charged),
-        simulated=any(entry.entropy == "config" for entry in ledger.charged),
+        law=last.event.law,
+        invocations=max(last.event.count // covered, 1),
+        noise_multiplier=last.event.total_noise_multiplier,
+        past=tuple(entry.event for entry in charged),
+        simulated=any(entry.entropy == "config" for entry in charged),
     )
 
 
@@ -169,7 +165,7 @@ def _planned(config: RunConfig) -> tuple[Question, int | None]:
         rounds=config.rounds,
         delta=noise.delta,
         simulated=entropy(config) == "config",
-        stopping=stopping(config.to_run_config()),
+        may_stop=may_stop(config.to_run_config()),
         law=event.law,
         invocations=event.count,
         further_events=partial(_evaluations, config),
@@ -206,7 +202,7 @@ def _planned_examples(config: RunConfig) -> tuple[Question, int]:
         delta=config.client.noise.delta,
         level="example",
         simulated=entropy(config) == "config",
-        stopping=stopping(config.to_run_config()),
+        may_stop=may_stop(config.to_run_config()),
         law=worst.law,
         invocations=worst.count // config.rounds,
     )

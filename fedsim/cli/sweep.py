@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim.cli.console import ConfigFile, Output, Overrides
-from fedsim.cli.sweep_cost import print_cost, print_examples_cost
+from fedsim.cli.sweep_cost import print_cost
 from fedsim.config import RunConfig
 from fedsim.config.values import split_top_level
 from fedsim.errors import FedsimError
@@ -91,7 +91,6 @@ def sweep(
     save(draw(settings, measure, axis, title), where / "sweep.png")
     console.print(_table(grid, settings, measure))
     _print_best(console, settings, measure)
-    print_examples_cost(console, grid, where)
     print_cost(console, grid, records, where)
     console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
     _end_if_failed(console, outcomes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
@@ -16,8 +15,9 @@ from fedsim.config.sections import DevicesSection
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
+from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate
-from fedsim.privacy.claims import FIXED, Extrapolation, Stopping
+from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Noise
@@ -44,7 +44,7 @@ def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     plan = uncalibrated_plan(config, bound)
     if (target := config.noise.target_epsilon) is None:
         return plan
-    return plan.calibrated(target, planned_delta(config), others=evaluation_events(config))
+    return plan.calibrated(target, config.noise.delta, others=evaluation_events(config))
 
 
 GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MOST_BANDS)
@@ -100,6 +100,7 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
         bound=bound,
         noise=made_noise(with_added_noise(config).noise),
         rounds=config.rounds,
+        may_stop=config.private and may_stop(config.to_run_config()),
         # With secure aggregation the server knows who is sampled: no amplification against it.
         cohort_known=secagg.threshold > 0 and secagg.observer == "server",
     )
@@ -161,33 +162,20 @@ def evaluation_event(config: RunConfig) -> Event | None:
             target_epsilon=evaluate.target_share * noise.target_epsilon,
             cohort=sampler,
             rounds=config.rounds // evaluate.clients_every,
-            delta=planned_delta(config),
+            delta=noise.delta,
         )
     return Event.of(sampler, multiplier)
 
 
-def planned_delta(config: RunConfig) -> float:
-    """Delta at which all planned rounds are accounted for."""
-    return Stopping(possible_ends=declares_stops(config.to_run_config())).planned_delta(
-        config.noise.delta
-    )
-
-
 def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
-    """Cost of the releases with the larger cohort whose noise is simulated; None without one.
-
-    If early stopping is declared, it is accounted for at the half of delta that all planned
-    releases have.
-    """
+    """Cost of the releases with the larger cohort whose noise is simulated; None without one."""
     noise = config.noise
     if not noise.cohort_size:
         return None
     assert noise.multiplier is not None
     population = noise.cohort_population or config.partition.clients
     law = cohort(config).law().sampled(noise.cohort_size, population)
-    delta = planned_delta(config)
-    figure = Extrapolation.of(law, population, noise.multiplier, releases, delta)
-    return replace(figure, delta=noise.delta)
+    return Extrapolation.of(law, population, noise.multiplier, releases, noise.delta)
 
 
 def entropy(config: RunConfig) -> Literal["config", "system"]:
@@ -201,70 +189,62 @@ def entropy(config: RunConfig) -> Literal["config", "system"]:
     return config.noise.entropy or ("system" if deployed and noisy else "config")
 
 
-def stopping(flat: Mapping[str, Scalar], rounds_made: int = 0, end_state: str = "") -> Stopping:
-    """The planned length of a run, and whether its releases may end it earlier.
+def planned_releases(config: RunConfig) -> list[Event]:
+    """Events of all that a run plans to release of whole clients: its rounds and evaluations."""
+    plan = uncalibrated_plan(config, config.mechanism.make())
+    return [plan.event().over(config.rounds), *evaluation_events(config)]
+
+
+def may_stop(flat: Mapping[str, Scalar]) -> bool:
+    """Whether a flat config says that what is released may end the run."""
+    return bool(flat.get("stop.metric") or flat.get("stop.callbacks"))
+
+
+def with_config_figures(
+    flat: Mapping[str, Scalar], statement: Statement, path: Path, *, cut_short: bool
+) -> Statement:
+    """The server's statement with the config's figures (groups, larger cohort) and assumptions.
+
+    The full config, which may be another version's, is read only if one of these needs it.
 
     Parameters
     ----------
     flat : mapping
         The run's config by dotted keys.
-    rounds_made : int
-        Rounds made so far.
-    end_state : str
-        How it ended, as in `RunResult`; empty before its end.
-    """
-    declared, rounds = declares_stops(flat), flat.get("rounds")
-    may_depend = declared or end_state == "stopped"
-    if not isinstance(rounds, int) or not may_depend:
-        return FIXED
-    budget, delta = flat.get("noise.max-epsilon"), flat.get("noise.delta")
-    evaluation = None
-    if flat.get("evaluate.private"):
-        evaluation = evaluation_event(past_config(Path("config.toml"), flat))
-    every = flat.get("evaluate.clients-every")
-    return Stopping(
-        possible_ends=rounds if declared else 0,
-        rounds_left=rounds,
-        evaluation=evaluation,
-        evaluation_every=every if isinstance(every, int) and every else 1,
-        max_epsilon=budget if isinstance(budget, int | float) else None,
-        budget_delta=delta if isinstance(delta, float) else math.inf,
-    ).after(rounds_made)
-
-
-def all_planned_releases(config: RunConfig) -> Stopping:
-    """All planned releases of a run: its rounds and its private evaluations."""
-    return Stopping(
-        rounds_left=config.rounds,
-        evaluation=evaluation_event(config),
-        evaluation_every=config.evaluate.clients_every or 1,
-    )
-
-
-def declares_stops(flat: Mapping[str, Scalar]) -> bool:
-    """Whether a flat config declares that releases may end the run."""
-    return bool(flat.get("stop.metric") or flat.get("stop.callbacks"))
-
-
-def with_config_figures(
-    flat: Mapping[str, Scalar], statement: Statement, ledger: Path | None
-) -> Statement:
-    """The server's statement with the config's figures (larger cohort) and assumptions.
-
-    The full config, which may be another version's, is read only if one of these needs it; its
-    file is in the directory of the ``ledger``.
+    statement : Statement
+    path : path
+        The config's file, for messages.
+    cut_short : bool
+        Whether the run has ended before its planned rounds, and nothing says why.
 
     Raises
     ------
     FedsimError
         If such a config cannot be read by this version.
     """
-    if not (flat.get("noise.cohort-size") or has_devices(flat)):
+    assumed = cut_short and statement.private and not may_stop(flat)
+    if not (flat.get("noise.cohort-size") or has_devices(flat) or assumed):
         return statement
-    config = past_config((Path("") if ledger is None else ledger.parent) / "config.toml", flat)
-    figure = extrapolation(config, statement.of_run + statement.stopping.rounds_left)
-    note = _DEVICES if config.private and has_devices(flat) else statement.note
+    config = past_config(path, flat)
+    notes = [_DEVICES] if config.private and has_devices(flat) else []
+    if assumed and config.private and not release_plan(config, config.mechanism.make()).closed:
+        notes.append(_cut_short(config, statement))
+    figure = extrapolation(config, statement.cost.releases)
+    note = " ".join(filter(None, [statement.note, *notes]))
     return replace(statement, extrapolated=figure, note=note)
+
+
+def _cut_short(config: RunConfig, statement: Statement) -> str:
+    """What a run that has ended early assumes, and what all its planned rounds would cost."""
+    made = max((entry.round or 0 for entry in statement.charged), default=0)
+    plan = release_plan(config, config.mechanism.make())
+    rest = plan.event().further(max(config.rounds - made, 0), made)
+    total = Accountant([*statement.events, *([rest] if rest.count else [])])
+    return (
+        f"Assumed: that the run has ended after {made:,} of {config.rounds:,} planned rounds does "
+        f"not follow from what it released; all of them would cost epsilon "
+        f"{total.epsilon(statement.delta):.4g}."
+    )
 
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:

@@ -120,6 +120,15 @@ class SecAggSection(ConfigTable, table="secagg"):
 
 
 @dataclass(frozen=True, init=False)
+class PrivacySection(ConfigTable, table="privacy"):
+    """Where releases are recorded."""
+
+    ledger: Annotated[str, OUTSIDE_RELEASE, NamesPath("operator")] = ""
+    """A ledger that several runs of the same clients share, so that their costs add up and one
+    budget holds for all of them; examples have another beside it. Empty for the run's own."""
+
+
+@dataclass(frozen=True, init=False)
 class ClientMechanismSection(BoundingSection, table="client.mechanism"):
     """How an example's gradient is bounded, in a client with example-level privacy."""
 

@@ -68,19 +68,28 @@ def _outside_release(table: type[ConfigTable], marked: bool = False) -> Iterator
             yield table.key(setting.key)
 
 
-def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
-    """Settings that determine which client has which examples, by dotted key.
+def split_settings(config: RunConfig, objects: str | None = None) -> dict[str, Scalar]:
+    """The population, and the settings that determine which client has which examples.
 
     Only if they are equal are two runs about the same clients, so that their costs add up. In a
-    deployment it is empty: nodes have their own examples.
+    deployment nodes have their own examples. Python objects enter by their public properties, as
+    in ``objects``; by default the config's.
     """
+    population: dict[str, Scalar] = {"population": config.partition.clients}
     if config.engine.name == "deployment":
-        return ()
+        return population
     seed = ("seed",) if getattr(config.partition.find(), "drawn", True) else ()
-    return tuple(
-        (key, value)
-        for key, value in config.to_run_config().items()
-        if key in seed or key.startswith(("data.", "partition."))
+    outside = {*keys_outside_release(), "partition.clients", "data.normalize"}
+    given = (config.objects if objects is None else objects).split(", ")
+    named = [mark for mark in given if mark.startswith(("data=", "partition="))]
+    return (
+        population
+        | ({"objects": ", ".join(named)} if named else {})
+        | {
+            key: value
+            for key, value in config.to_run_config().items()
+            if key not in outside and (key in seed or key.startswith(("data.", "partition.")))
+        }
     )
 
 

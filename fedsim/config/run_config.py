@@ -22,6 +22,7 @@ from fedsim.config.privacy_sections import (
     EvaluateSection,
     MechanismSection,
     NoiseSection,
+    PrivacySection,
     SecAggSection,
 )
 from fedsim.config.rules import check_rules
@@ -99,6 +100,7 @@ class RunConfig(ConfigTable):
     secagg: Annotated[SecAggSection, OUTSIDE_TRAINING]
     server: Annotated[ServerSection, OUTSIDE_TRAINING]
     devices: Annotated[DevicesSection, OUTSIDE_TRAINING]
+    privacy: Annotated[PrivacySection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
     evaluate: Annotated[EvaluateSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
     checkpoint: Annotated[CheckpointSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
     stop: Annotated[StopSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]

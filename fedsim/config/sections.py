@@ -264,9 +264,9 @@ class StopSection(ConfigTable, table="stop"):
     """Early stopping: the column of metrics.csv that must improve, or the run ends; empty for
     none."""
     callbacks: bool = False
-    """Whether Python callbacks may end the run depending on what it has released. This and
-    stop.metric take half of delta. A run that a callback ends undeclared is charged all planned
-    rounds."""
+    """Whether Python callbacks may end the run depending on what it has released. With this or
+    stop.metric all rounds of a private run are charged before the first. If a callback ends it
+    without this, the rest is charged then."""
     patience: Annotated[int, Needs("metric"), Ge(1)] = 10
     """Rounds without an improvement of stop.metric after which the run ends."""
 

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -309,16 +310,16 @@ def _version_of(file: Path) -> tuple[int, int] | None:
 
 
 def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
-    path, delta = directory.ledger, resolved.config.noise.delta
-    ledger = Ledger.read(path, delta=delta) if path.exists() else Ledger(delta=delta)
+    ledgers = RunLedgers.read(directory.path)
+    if ledgers.server is None:
+        ledgers = replace(ledgers, server=Ledger(delta=resolved.config.noise.delta))
     saved = load_file(regular_files.require(directory.model))
     rows = directory.metrics_file.rows()
-    config, clients = resolved.config.to_run_config(), resolved.client_ledgers
     return RunResult(
         metrics=[*rows],
         # In the order of the model's parameters, which safetensors files do not preserve.
         arrays=array_record({name: saved[name] for name in resolved.initial_arrays}),
-        ledgers=RunLedgers(config, ledger, clients, Ending.read(directory.path)),
+        ledgers=ledgers,
         directory=directory,
         notes=resolved.notes,
     )

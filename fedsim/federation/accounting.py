@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.privacy import Accountant, Cost, Entry, Ledger
-from fedsim.privacy.claims import Budget, Stopping
+from fedsim.privacy import Budget, Cost, Entry, Event, Ledger
 from fedsim.privacy.digest import digest_of
-from fedsim.privacy.entry import Fact, Kind
-from fedsim.privacy.ledger_lines import GENESIS
+from fedsim.privacy.entry import Fact, History, Kind
+from fedsim.privacy.ledger import End, RunProgress
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
@@ -61,124 +62,128 @@ class Accounting:
     delta : float
     max_epsilon : float or None
         Budget; None for that of the ledger.
-    stopping : Stopping
-        Whether released values may end the run, and its planned number of rounds.
     ledger : Ledger
-    release : str or None
-        Digest of the config. Without one, lines have an HMAC of the strategy's own digest (`keyed`)
-        instead of the digest itself: a user's objects may hold clients' data.
     placement, randomness
         Further contents of the ledger's lines.
     public : mapping of str to str, number or bool
         Public facts of every release, in addition to those of the plan.
     kind : "release" or "evaluation"
         What is released: a round's sum, or clients' metrics.
-    entries_in_state : int or None
-        Number of ledger entries that the resumed state counts; None if nothing was resumed.
-    nonce : str
-        Identifies a run with system entropy in a ledger that strategies of equal settings share;
-        empty where the release digest or the seed does.
+    run : str
+        Random id of the run, in the notes of its lines.
+    evaluations : Accounting or None
+        Of a run that releases clients' metrics, their accounting.
+    evaluations_every : int
+        Rounds between two such releases.
     """
 
     plan: ReleasePlan[Bounded]
     delta: float
     max_epsilon: float | None
-    stopping: Stopping
     ledger: Ledger
-    release: str | None
     placement: Placement
     randomness: Randomness
     public: Mapping[str, Fact] = field(default_factory=dict)
     kind: Kind = "release"
-    entries_in_state: int | None = None
-    nonce: str = field(init=False, default="")
-
-    def __post_init__(self) -> None:
-        if self.release is None and self.randomness.seed is None:
-            self.nonce = secrets.token_hex()
+    run: str = field(default_factory=secrets.token_hex)
+    evaluations: Accounting | None = None
+    evaluations_every: int = 1
 
     @property
     def _budget(self) -> Budget | None:
         limit = self.ledger.max_epsilon if self.max_epsilon is None else self.max_epsilon
-        return None if limit is None else Budget(limit, self.stopping.planned_delta(self.delta))
+        return None if limit is None else Budget(limit, self.delta)
+
+    @property
+    def _progress(self) -> RunProgress:
+        return self.ledger.progress(self.run, self.kind)
 
     def stops(self, server_round: int) -> str | None:
         """Why this round may not be made; None if it may."""
-        if self.plan.closed and server_round > (self.plan.rounds or 0):
-            return f"round {server_round} would follow a plan of {self.plan.rounds} rounds"
-        if (budget := self._budget) is None:
+        plan, budget = self.plan, self._budget
+        if plan.closed and self.kind == "release":
+            end = self._progress.through or plan.rounds or 0
+            if server_round > end:
+                if budget is not None and end < (plan.rounds or 0):
+                    return budget.message(Entry(round=server_round, event=plan.event()))
+                return f"round {server_round} would follow a plan of {plan.rounds} rounds"
+        if budget is None:
             return None
-        entry = self._entry(server_round)
-        return budget.message(entry) if self.ledger.would_exceed(entry, budget=budget) else None
+        self.ledger.refresh()
+        entries = self._entries(server_round)
+        return budget.message(entries[-1]) if self.ledger.over(budget, entries) else None
 
-    def attempt(self, server_round: int) -> int:
-        """How often this round was recorded after the resumed state, with other draws.
+    def _entries(self, server_round: int, clip_norm: float | None = None) -> Sequence[Entry]:
+        """The least that is charged before a round."""
+        progress = self._progress
+        if progress.drawn(server_round) and self.randomness.seed is None:
+            event = self.plan.charge(server_round, redrawn=True)
+        elif progress.paid(server_round):
+            event = self.plan.event().times(0)
+        elif self.plan.may_stop:
+            fewest = 1 if self.plan.separable else self.plan.rounds or 1
+            return self._whole(server_round, clip_norm, fewest)
+        else:
+            event = self.plan.charge(server_round)
+        return [self._entry(server_round, event, clip_norm)]
 
-        0 with a seed: the repeated round has the same draws, and is charged once; a repetition with
-        another sum is refused.
-        """
-        if self.entries_in_state is None or self.randomness.seed is not None:
-            return 0
-        later_entries = self.ledger.entries[self.entries_in_state :]
-        return sum((e.kind, e.round) == (self.kind, server_round) for e in later_entries)
+    def _whole(self, server_round: int, clip_norm: float | None, rounds: int) -> Sequence[Entry]:
+        """Entries that charge so many rounds of a plan, and their evaluations, before the first."""
+        plan = self.plan
+        whole = plan.charge(1) if rounds == plan.rounds else plan.event().times(rounds)
+        own = replace(self._entry(server_round, whole, clip_norm), through=rounds)
+        return [*self._evaluations(0, rounds), own]
 
-    def _entry(self, server_round: int) -> Entry:
-        """A round's line, without its clip norm and the hash of its sum."""
-        event = self.plan.charge(server_round, self.attempt(server_round))
-        extended = self.plan.extension is not None
-        if extended and not event.count and not self.ledger.history.counts[event.once]:
-            # The extension's first round was recorded under another extension, so that no line has
-            # charged this one yet.
-            event = event.once
+    def _evaluations(self, done: int, rounds: int) -> list[Entry]:
+        """An entry that charges the evaluations of rounds ``done + 1`` to ``rounds``, if any."""
+        every = self.evaluations_every
+        count = rounds // every - done // every
+        if self.evaluations is None or not count:
+            return []
+        event = self.evaluations.plan.event().times(count)
+        # Without a round: it is no evaluation's own line.
+        return [replace(self.evaluations._entry(None, event), through=rounds, run=self.run)]
+
+    def _entry(
+        self, server_round: int | None, event: Event, clip_norm: float | None = None
+    ) -> Entry:
         return Entry(
             kind=self.kind,
             round=server_round,
             event=event,
             entropy=self.randomness.entropy,
             mechanism=str(self.plan.bound),
-            release=self.release,
+            clip_norm=clip_norm,
             placement=self.placement,
             declared_by_user=self.plan.declared_by_user,
             public={**self.plan.public, **self.public},
-            run=self._run,
+            run=self.run,
         )
 
-    @property
-    def _run(self) -> str | None:
-        """The run's id in the ledger's lines, which a release digest makes unnecessary."""
-        if self.release:
-            return None
-        parts = (str(self.randomness.release), self.nonce)
-        return self.ledger.fingerprint([part.encode() for part in parts if part])
-
-    def record(
-        self, server_round: int, clip_norm: float, summed: Iterable[bytes] | None
-    ) -> str | None:
+    def record(self, server_round: int, clip_norm: float) -> str | None:
         """Record a round's release; once this returns None, the line is on disk.
 
-        Parameters
-        ----------
-        server_round : int
-        clip_norm : float
-        summed : iterable of bytes or None
-            Bytes of the exact sum, of which the ledger keeps a keyed hash; None where nothing is
-            protected.
+        If releases may end the run, round 1 is charged for all rounds, or for as many as the budget
+        affords.
 
         Returns
         -------
         str or None
             Why this round may not be made: another process has spent the budget since `stops`.
-
-        Raises
-        ------
-        FedsimError
-            If this round of the run was recorded with another sum, and its noise follows from the
-            seed.
         """
-        keyed_hash = None if summed is None else self.ledger.fingerprint(summed)
-        entry = replace(self._entry(server_round), clip_norm=clip_norm, sum=keyed_hash)
+        self.ledger.refresh()
+        entries = self._entries(server_round, clip_norm)
         try:
-            self.ledger.record(entry, budget=self._budget)
+            if entries[-1].through is None:
+                self.ledger.record(*entries, budget=self._budget)
+            elif self.plan.separable:
+                self.ledger.record_longest(
+                    partial(self._whole, server_round, clip_norm),
+                    self.plan.rounds or 1,
+                    self._budget,
+                )
+            else:
+                self.ledger.record(*entries, budget=self._budget)
         except BudgetSpentError as error:
             return str(error).removesuffix(".")
         return None
@@ -189,41 +194,49 @@ class Accounting:
         Raises
         ------
         FedsimError
-            With the cost of one round.
+            With the cost of one round, or of all where they are charged together.
         """
         budget = self._budget
-        if budget is None:
+        if budget is None or self._progress.last:
             return
-        round_cost = Accountant([self.plan.charge(1)]).epsilon(budget.delta)
-        if round_cost > budget.epsilon:
-            is_joint = self.plan.event().law.rounds > 1
+        cost = History().after(*self._entries(1)).epsilon(budget.delta)
+        if cost > budget.epsilon:
+            is_joint = not self.plan.separable
             covered = "rounds that are charged together" if is_joint else "one round"
             raise FedsimError(
                 f"max_epsilon = {budget.epsilon} (noise.max-epsilon) at delta = "
-                f"{budget.delta}; it must be at least {round_cost:.4g}, the cost of "
-                f"{covered}."
+                f"{budget.delta}; it must be at least {cost:.4g}, the cost of {covered}."
             )
 
-    def stopping_after(self, rounds_done: int) -> Stopping:
-        """`Stopping` after so many rounds, with the run's id in the ledger."""
-        stopping = self.stopping.after(rounds_done)
-        return replace(stopping, run=self._run) if stopping.rounds_left else stopping
+    def charge_rest(self, rounds_done: int, rounds: int) -> None:
+        """Charge the planned rounds that are not made, since what was released has ended the run.
 
-    def charge_planned(self, rounds_done: int) -> None:
-        """Charge planned rounds that are not made; a resumed run makes them at no further cost."""
-        stopping, budget = self.stopping_after(rounds_done), self._budget
-        if budget is not None and stopping.max_epsilon is None:
-            stopping = replace(stopping, max_epsilon=budget.epsilon, budget_delta=self.delta)
-        if stopping.rounds_left:
-            self.ledger.charge_planned(stopping)
+        Without effect if all rounds were charged before the first. Only rounds that the budget
+        affords are charged: it would have ended the run in a round that depends on events alone.
 
-    def cost(self, rounds_done: int) -> Cost:
-        """Privacy cost that may be claimed after so many rounds."""
-        return self.stopping_after(rounds_done).cost(self.ledger.history, self.delta)
+        Parameters
+        ----------
+        rounds_done : int
+        rounds : int
+            Planned number of rounds.
+        """
+        if self.plan.closed or not self.plan.private or rounds_done >= rounds:
+            return
+        if self._progress.through >= rounds or not self._progress.last:
+            return
+        done = max(rounds_done, self._progress.through)
+
+        def entries(count: int) -> Sequence[Entry]:
+            event = self.plan.event().further(count, done)
+            rest = replace(self._entry(rounds_done, event), through=done + count)
+            return [*self._evaluations(done, done + count), rest]
+
+        with suppress(BudgetSpentError):  # it does not afford a single round more
+            self.ledger.record_longest(entries, rounds - done, self._budget)
 
     def spent(self, rounds_done: int) -> str:
         """The cost so far, as text for a progress line."""
-        cost = self.cost(rounds_done)
+        cost = self.ledger.cost(self.delta)
         simulated = "simulated " if self.randomness.entropy == "config" else ""
         declared = ", declared by the user" if self.plan.declared_by_user else ""
         return (
@@ -239,10 +252,14 @@ class Accounting:
         return f"; planned to end here, {so_far:.4g}" if so_far < cost.epsilon else ""
 
     def state(self) -> dict[str, Any]:
-        """The ledger's head, its lines if it is in memory only, and the run's nonce, if any."""
+        """The run's id, and the ledger's end, with its lines if it is in memory only."""
         lines = {} if self.ledger.path is not None else self.ledger.state_dict()
-        nonce = {"nonce": self.nonce} if self.nonce else {}
-        return {"head": self.ledger.head, **lines, **nonce}
+        return {
+            "run": self.run,
+            "head": self.ledger.head,
+            "length": len(self.ledger.heads),
+            **lines,
+        }
 
     @property
     def _empty(self) -> bool:
@@ -261,17 +278,15 @@ class Accounting:
         if self._empty:
             ledger = Ledger(declared=ledger.declared)
             ledger.load_state_dict(dict(state))
-        if state["head"] not in (GENESIS, *ledger.heads):
+        if not ledger.continues(End(state["head"], state["length"])):
             raise FedsimError(
                 f"ledger {self.ledger.path or '(in memory)'} does not hold the releases that the "
                 "state counts; it must be the ledger of the run whose state= this is."
             )
 
-    def restore(self, state: Mapping[str, Any], plan: ReleasePlan[Bounded]) -> None:
-        """Continue from `state`, with the plan as it is now."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; a log is cut back to it."""
         if self._empty:
             self.ledger.load_state_dict(dict(state))
-        # The first line is the header, which is no entry.
-        heads, self.plan = self.ledger.heads, plan
-        self.nonce = str(state.get("nonce", self.nonce))
-        self.entries_in_state = heads.index(state["head"]) if state["head"] in heads else 0
+        self.run = str(state["run"])
+        self.ledger.resume(End(state["head"], state["length"]), self.run)

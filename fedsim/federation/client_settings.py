@@ -5,19 +5,19 @@ Both classes check themselves against the strategy's other settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from fedsim.arguments import shown
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
+from fedsim.federation.exchange import Recipients
 from fedsim.federation.round_report import RoundReport
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
 from fedsim.mechanisms.bounded_values import ValueRange, joint_norm
@@ -31,8 +31,9 @@ from fedsim.settings import Ge, check_settings
 
 Plan = ReleasePlan[Mechanism]
 
-ClientBudget = Callable[[Tensor, Ids, int], str | None]
-"""Function of ``(vector [d], client ids, round)``: why budgets do not allow the round, or None."""
+ChargeExamples = Callable[[Ids, int, bool], Mapping[int, str]]
+"""Function of ``(client ids, round, partly)`` that records what these clients will release of their
+examples, and returns those whose budgets do not allow it, and why; see `Trainer.charge`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +54,20 @@ class ClientTraining:
     example_counts : sequence of int, optional
         Each client's number of examples, declared public. Updates are weighted by these and not by
         what clients report; updates of clients with private examples can have no other weights.
-    budget : callable ``(vector [d], client ids, round) -> str or None``, optional
-        Called before messages are sent. A returned sentence says why clients' own budgets do not
-        allow the round, and stops the run. Not called if the run is private at client level, where
-        stopping would reveal the cohort.
-    budgets_end_run : bool
-        Whether one client whose own budget is spent ends a run that is not private at client level;
-        suitable if all clients are on one machine. By default, since an untrusted client may claim
-        so falsely, only that client is left out, and the run ends if all clients asked (at least
-        two) report it.
+    charge : callable ``(client ids, round, partly) -> mapping of int to str``, optional
+        Called before clients on this machine are sent messages: records what they will release of
+        their examples, and returns those whose budgets do not allow it, with the reason. One of
+        them ends the run, unless the run is private at client level: that would reveal the cohort,
+        and they are left out. Clients elsewhere charge themselves; since an untrusted one may claim
+        falsely that its budget is spent, it is left out alone, and the run ends if all clients
+        asked (at least two) say so.
     """
 
     algorithm: LocalAlgorithm | None = None
     alternation: Alternation | None = None
     private_examples: bool = False
     example_counts: Sequence[int] | None = None
-    budget: ClientBudget | None = None
-    budgets_end_run: bool = False
+    charge: ChargeExamples | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -166,15 +164,32 @@ class ClientTraining:
             )
         return np.asarray(counts, dtype=np.float64)
 
-    def over_budget(self, vector: Tensor, client_ids: Ids, server_round: int) -> str | None:
-        """Why clients' own budgets do not allow a round from ``vector [d]``; None if they do."""
-        return None if self.budget is None else self.budget(vector, client_ids, server_round)
+    def charged(
+        self, recipients: Recipients, server_round: int, *, private: bool
+    ) -> tuple[Recipients, str | None]:
+        """Charge the recipients' examples for a round, before they are asked.
+
+        Returns
+        -------
+        Recipients
+            Those who may be asked; in a private run without those whose budgets are spent.
+        str or None
+            Why the run ends; None if it does not.
+        """
+        if self.charge is None:
+            return recipients, None
+        ids = recipients.client_ids
+        refused = self.charge(ids, server_round, private)
+        if refused and not private:
+            return recipients, next(iter(refused.values()))
+        allowed = np.array([client not in refused for client in ids.tolist()], dtype=np.bool_)
+        absent = recipients.absent + len(refused)
+        return Recipients(ids[allowed], recipients.node_ids[allowed], absent), None
 
     def budgets_spent(self, report: RoundReport) -> str | None:
         """Why clients' replies about spent budgets end the run; None if they do not."""
         count = report.reasons.get("budget", 0)
-        ends_run = count > 0 if self.budgets_end_run else 1 < count == report.asked
-        if not (self.private_examples and ends_run):
+        if not (self.private_examples and 1 < count == report.asked):
             return None
         return (
             f"round {report.round} would exceed client.noise.max-epsilon of {count} of the clients "

@@ -41,7 +41,6 @@ from fedsim.federation.strategy_checks import (
 )
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, Statement
-from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.flower_records import privacy_spent
 from fedsim.randomness import Randomness
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
@@ -77,11 +76,13 @@ class DPFedAvg(PrivateRounds):
         Delta at which epsilon is reported.
     max_epsilon : float, optional
         Budget: no release is made that would exceed it.
-    stopping : Stopping
-        Whether released values may end the run before its planned rounds; if so, the budget is
-        checked at half of delta.
+    rounds : int, optional
+        Number of rounds of the plan; those of ``start`` may be fewer.
+    may_stop : bool
+        Whether what is released may end the run before them: all ``rounds`` are then charged before
+        the first.
     ledger : Ledger or path, optional
-        Records releases; in memory by default.
+        Records releases; in memory by default. Runs whose costs must add up name one ledger.
     seed : int or Randomness, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
         operating system, as they must wherever the guarantee has to hold outside a simulation.
@@ -139,7 +140,8 @@ evaluate_metrics_aggr_fn
         noise_multiplier: float | None = None,
         delta: float = 1e-5,
         max_epsilon: float | None = None,
-        stopping: Stopping = FIXED,
+        rounds: int | None = None,
+        may_stop: bool = False,
         ledger: Ledger | str | PathLike[str] | None = None,
         seed: int | Randomness | None = None,
         server_optimizer: ServerOptimizer | Strategy | None = None,
@@ -159,7 +161,15 @@ evaluate_metrics_aggr_fn
     ) -> None:
         super().__init__()
         refuse_keywords(DPFedAvg.__init__, flower_keywords)
-        plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
+        plan = plan_of_keywords(
+            plan,
+            mechanism=mechanism,
+            cohort=cohort,
+            noise_multiplier=noise_multiplier,
+            hardened_noise=hardened_noise,
+            rounds=rounds,
+            may_stop=may_stop or None,
+        )
         secure: SecureAggregation | None = None
         if isinstance(placement, SecureAggregation):
             secure, placement = placement, "client"
@@ -202,22 +212,22 @@ evaluate_metrics_aggr_fn
                 delta=delta,
                 max_epsilon=max_epsilon,
                 declared=plan.event(),
+                keeps="log" if self.randomness.entropy == "config" else "evidence",
+                split={"population": plan.sampler.population or 0},
             )
         self.ledger = ledger
         self._accounting = Accounting(
             plan=plan,
             delta=delta,
             max_epsilon=max_epsilon,
-            stopping=stopping,
             ledger=ledger,
-            release=seed.release if isinstance(seed, Randomness) else None,
             placement=placement,
             randomness=self.randomness,
             public={} if secure is None else secure.public,
         )
-        # Where the cohort is secret, clients' budgets are neither checked nor believed: stopping
-        # because one is spent would reveal that its client was sampled.
-        self._client_training = ClientTraining() if plan.private else clients
+        # Where the cohort is secret, clients' budgets are not believed: stopping because one is
+        # spent would reveal that its client was sampled.
+        self._client_training = ClientTraining(charge=clients.charge) if plan.private else clients
         limit = availability.max_failed_rounds
         self._failures = Failures(None if self.protects else min(limit, plan.rounds or limit))
         keys = RecordKeys(weighted_by_key, arrayrecord_key, configrecord_key)
@@ -243,20 +253,11 @@ evaluate_metrics_aggr_fn
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
-        stopping = self._accounting.stopping_after(self.rounds_done)
-        return self.ledger.statement(self.delta, stopping=stopping)
-
-    def charge_planned(self) -> None:
-        """Charge planned rounds that are not made, if releases may have ended the run.
-
-        Other runs that share the ledger then count them. `start` calls this at its end; call it
-        after a loop of your own. A resumed run makes these rounds at no further cost.
-        """
-        self._accounting.charge_planned(self.rounds_done)
+        return self.ledger.statement(self.delta)
 
     def privacy_spent(self) -> PrivacySpent:
         """Epsilon and delta spent so far, in the form of Flower's own strategies."""
-        return privacy_spent(self._accounting.cost(self.rounds_done))
+        return privacy_spent(self.ledger.cost(self.delta))
 
     def progress(self) -> list[str]:
         """Log lines about the round aggregated last: usable clients, and epsilon so far."""

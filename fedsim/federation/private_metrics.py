@@ -54,12 +54,6 @@ class PrivateEvaluation(ClientEvaluation):
         assert self.metrics.private is not None
         self.released = self.metrics.private
         self.plan = self.released.plan(self.rounds.plan.sampler, self.fraction)
-        # If the run ends early, its planned evaluations are charged as its planned rounds are.
-        self.rounds.stopping = replace(
-            self.rounds.stopping,
-            evaluation=self.plan.event(),
-            evaluation_every=self.metrics.every,
-        )
         # Keyed by everything that determines this release: two runs that differ in their metrics
         # must not share noise.
         keyed = self.rounds.randomness
@@ -67,11 +61,20 @@ class PrivateEvaluation(ClientEvaluation):
         release = digest_of({"rounds": keyed.release, **settings})
         self._randomness = Randomness(keyed.seed, release)
         self._has_warned = False
+        # If releases may end the run, its evaluations are charged together with its rounds.
+        self.rounds.evaluations = self.accounting
+        self.rounds.evaluations_every = self.metrics.every
 
     @property
     def accounting(self) -> Accounting:
         """Accounting of evaluations, in the ledger and budget of the rounds."""
-        return replace(self.rounds, kind="evaluation", plan=self.plan, randomness=self._randomness)
+        return replace(
+            self.rounds,
+            kind="evaluation",
+            plan=self.plan,
+            randomness=self._randomness,
+            evaluations=None,
+        )
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
         """Sample each client independently, at the rate that the ledger charges."""
@@ -156,8 +159,7 @@ class MetricsRelease:
             If another process has spent the budget meanwhile; then nothing is released.
         """
         accounting, plan = self._evaluation.accounting, self._evaluation.plan
-        norm, content = joint_norm(self._ranges), self._total.content()
-        if (reason := accounting.record(self._round, norm, content)) is not None:
+        if (reason := accounting.record(self._round, joint_norm(self._ranges))) is not None:
             raise BudgetSpentError(reason)
         generator = accounting.randomness.generator(
             Purpose.NOISE, level="client", round=self._round

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation import strategy_state
-from fedsim.federation.accounting import Accounting
+from fedsim.federation.accounting import Accounting, Placement
 from fedsim.federation.aggregation.server_sum import (
     Aggregation,
     AggregationSettings,
@@ -34,6 +34,7 @@ from fedsim.federation.strategy_checks import refuse_too_many, refuse_untrainabl
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger
+from fedsim.privacy.ledger import End
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -72,6 +73,7 @@ class PrivateRounds(ResumableStrategy):
     ledger: Ledger
     randomness: Randomness
     private: bool
+    placement: Placement
     server_optimizer: ServerOptimizer
     alternation: Alternation | None
     _accounting: Accounting
@@ -115,15 +117,15 @@ class PrivateRounds(ResumableStrategy):
             return []
         server = tensors(arrays)
         layout = self.take_layout(server)
-        attempt = self._accounting.attempt(server_round)
-        self._aggregation_settings.noise.set_attempt(server_round, attempt)
         cohort, replying = self.participants.cohort(server_round), self.participants.replying
         recipients = self.participants.available_part(server_round, cohort, grid, replying)
-        vector = self._model.flatten(server)
-        if self._stops(
-            self._client_training.over_budget(vector, recipients.client_ids, server_round)
-        ):
+        recipients, refusal = self._client_training.charged(
+            recipients, server_round, private=self.private
+        )
+        # Where clients add the noise, their shares leave them in this round's first messages.
+        if self._stops(refusal) or (self.placement == "client" and self._recorded(server_round)):
             return []
+        vector = self._model.flatten(server)
         instructions = Instructions(
             message_type="train",
             round=server_round,
@@ -136,7 +138,7 @@ class PrivateRounds(ResumableStrategy):
         )
         for extra in self.extras.values():
             instructions = extra.send(instructions)
-        entries = {**instructions.config, RUN: self.ledger.run, "server-round": server_round}
+        entries = {**instructions.config, RUN: self.run, "server-round": server_round}
         aggregation = self.aggregation(
             self._aggregation_settings,
             replace(instructions, config=ConfigRecord(entries)),
@@ -192,12 +194,9 @@ class PrivateRounds(ResumableStrategy):
         summed = aggregation.total.count
         self.report = replace(report, summed=summed, ignored=self.participants.ignored)
         summing = aggregation.summing
-        clip_norm = self.plan.bound.sensitivity(summing.state, summing.layout)
-        content = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on charges one too many, never less.
-        if self._stops(
-            self._client_training.budgets_spent(report)
-            or self._accounting.record(server_round, clip_norm, content)
+        if self._stops(self._client_training.budgets_spent(report)) or (
+            self.placement == "server" and self._recorded(server_round)
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None
@@ -235,6 +234,15 @@ class PrivateRounds(ResumableStrategy):
         )
         arrays = array_record(to_arrays(vector, self._model, tensors(instructions.arrays)))
         return arrays, result.metrics
+
+    def _recorded(self, server_round: int) -> bool:
+        """Write the round's ledger line; True if the budget does not allow it, which stops the run.
+
+        It is written before anything leaves the place that adds the noise.
+        """
+        assert self._layout is not None
+        clip_norm = self.plan.bound.sensitivity(self._mechanism_state, self._layout)
+        return self._stops(self._accounting.record(server_round, clip_norm))
 
     def _stops(self, reason: str | None) -> bool:
         """Stop the run if a reason is given; return whether one was."""
@@ -294,6 +302,26 @@ class PrivateRounds(ResumableStrategy):
     # -- state ------------------------------------------------------------------------
 
     @property
+    def run(self) -> str:
+        """Random id of the run, by which its ledger lines and its clients' state are known."""
+        return self._accounting.run
+
+    def begin(self, run: str) -> None:
+        """Take the id of a run, which may have begun in another process without a checkpoint.
+
+        What it has written into a log is cut off; in evidence it stays, and is charged.
+        """
+        self._accounting.run = run
+        self.ledger.resume(End(), run)
+
+    def charge_rest(self, rounds: int) -> None:
+        """Charge the rest of so many planned rounds, since what was released has ended the run.
+
+        If the run is resumed after all, it makes them at no further cost.
+        """
+        self._accounting.charge_rest(self.rounds_done, rounds)
+
+    @property
     def mechanism_state(self) -> State:
         """The mechanism's state after the round aggregated last, as public as the releases."""
         return without_noise(self._mechanism_state)
@@ -305,10 +333,10 @@ class PrivateRounds(ResumableStrategy):
         -------
         mapping of str to tensors, JSON values, and such mappings
             ``round``, the last one aggregated; ``parameters`` (names, shapes and dtypes),
-            ``mechanism``, ``noise`` (a secret, until the plan's last round), ``plan`` (its rounds,
-            where they are charged together), ``cohort`` (the sampler's state), ``optimizer``, the
-            state of each extra by its name, ``failures``, ``stopped``, and ``ledger``: its head,
-            and its lines if it is in memory only.
+            ``mechanism``, ``noise`` (secrets, until the plan's last round), ``plan`` (its rounds,
+            where they are fixed before the first), ``cohort`` (the sampler's state), ``optimizer``,
+            the state of each extra by its name, ``failures``, ``stopped``, and ``ledger``: the
+            run's id, its head, and its lines if it is in memory only.
         """
         plan = self.plan
         mechanism, noise = self._mechanism_state, self._aggregation_settings.noise.state()
@@ -329,6 +357,8 @@ class PrivateRounds(ResumableStrategy):
     def restore(self, state: Tree) -> None:
         """Continue from `state`, in a strategy that was made with the same settings.
 
+        With the operating system's entropy, all further rounds are drawn under a fresh secret.
+
         Raises
         ------
         FedsimError
@@ -343,20 +373,20 @@ class PrivateRounds(ResumableStrategy):
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
         with strategy_state.as_state_error(strategy):
-            plan = strategy_state.resumed_plan(self.plan, state)
+            strategy_state.check_noise(state, self.plan, seeded=self.randomness.seed is not None)
+            strategy_state.check_plan(self.plan, state)
             self._accounting.check_ledger(state["ledger"])
-            strategy_state.check_noise(state, plan, seeded=self.randomness.seed is not None)
             strategy_state.check_shapes(state, self.plan.bound, self.server_optimizer)
             mechanism = {name: value.clone() for name, value in state["mechanism"].items()}
             noise = self._aggregation_settings.noise
             strategy_state.restore_parts({"noise": noise, **self._parts}, state)
         # From here on nothing raises.
-        self.plan = plan
-        self._accounting.restore(state["ledger"], plan)
+        self._accounting.restore(state["ledger"])
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = mechanism
         self.rounds_done = self.evaluation.last_round = state["round"]
         self.stopped = state["stopped"]
+        self._aggregation_settings.noise.renew(self.rounds_done + 1)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -374,7 +404,7 @@ class PrivateRounds(ResumableStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages that ask clients to evaluate; none if the budget does not allow a release."""
-        config = ConfigRecord({**config, RUN: self.ledger.run})
+        config = ConfigRecord({**config, RUN: self.run})
         try:
             return self.evaluation.configure(server_round, arrays, config, grid)
         except BudgetSpentError as error:

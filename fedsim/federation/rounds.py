@@ -136,13 +136,7 @@ class ResumableStrategy(Strategy):
             evaluate_fn=evaluate_fn,
             on_round=partial(self._log_round, num_rounds, on_round),
         )
-        try:
-            return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
-        finally:
-            self.charge_planned()
-
-    def charge_planned(self) -> None:
-        """Charge planned rounds that are not made, if releases may have ended the run."""
+        return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
 
     def _log_round(
         self,

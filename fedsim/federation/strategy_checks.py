@@ -80,10 +80,13 @@ def in_existing_folder(ledger: str | PathLike[str] | None) -> Path | None:
 
 def plan_of_keywords(
     plan: ReleasePlan[Mechanism] | None,
+    *,
     mechanism: Mechanism | None,
     cohort: Cohort | None,
     noise_multiplier: float | None,
     hardened_noise: bool | None,
+    rounds: int | None,
+    may_stop: bool | None,
 ) -> ReleasePlan[Mechanism]:
     """The given plan, or a plan built from the other keywords.
 
@@ -97,6 +100,8 @@ def plan_of_keywords(
         "cohort": cohort,
         "noise_multiplier": noise_multiplier,
         "hardened_noise": hardened_noise,
+        "rounds": rounds,
+        "may_stop": may_stop,
     }
     if plan is not None:
         if doubled := [name for name, value in keywords.items() if value is not None]:
@@ -122,7 +127,14 @@ def plan_of_keywords(
         )
     hardened = True if hardened_noise is None else hardened_noise
     noise = Independent(noise_multiplier or 0.0, hardened)
-    return ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
+    return ReleasePlan(
+        level="client",
+        sampler=cohort,
+        bound=mechanism,
+        noise=noise,
+        rounds=rounds,
+        may_stop=bool(may_stop),
+    )
 
 
 def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> None:

@@ -1,12 +1,11 @@
-"""The state of a strategy: its plan, which a resume may extend, and checks before a resume."""
+"""The state of a strategy: its plan, and checks before a resume."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from fedsim.federation.optimizers import Scheduled
 from fedsim.federation.state_tree import Tree
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.base import without_noise
-from fedsim.privacy.laws.correlated import Extension
 from fedsim.privacy.noise.correlated import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan, of_user
 from fedsim.rows import Layout
@@ -24,7 +22,6 @@ from fedsim.rows.layout import PREFIX
 from fedsim.server_optimizers import ServerOptimizer
 from fedsim.server_optimizers.base import StatefulOptimizer
 
-Plan = TypeVar("Plan", bound=ReleasePlan[Any])
 _FORM = {
     "round": int, "parameters": list | None, "mechanism": Mapping, "stopped": str | None,
     "ledger": Mapping,
@@ -66,67 +63,44 @@ def check_form(state: Tree, strategy: str) -> None:
 
 
 def plan_state(plan: ReleasePlan[Any]) -> dict[str, Any]:
-    """A plan's number of rounds, its extension and its noise's coefficients, as JSON values."""
-    extension = plan.extension and asdict(plan.extension)
-    return {"rounds": plan.rounds, "extension": extension, "coefficients": _coefficients(plan)}
+    """A plan's number of rounds and its noise's coefficients, as JSON values."""
+    return {"rounds": plan.rounds, "coefficients": _coefficients(plan)}
 
 
-def resumed_plan(plan: Plan, state: Mapping[str, Any]) -> Plan:
-    """The plan of a resumed run, which may have more rounds than before.
-
-    The rounds released so far can be the first ones of a longer plan only if they do not depend on
-    how many rounds follow. This is true of all correlated noise in fedsim, once its coefficients
-    are fixed.
+def check_plan(plan: ReleasePlan[Any], state: Mapping[str, Any]) -> None:
+    """Refuse another number of rounds, or another noise, than a closed plan began with.
 
     Parameters
     ----------
     plan : ReleasePlan
         The plan of the current config.
     state : mapping
-        The strategy's checkpoint: ``round``, the last one released; ``plan``, from `plan_state`;
-        and ``noise``, without which no further round can be released.
+        The strategy's checkpoint, with ``plan`` from `plan_state` if its rounds were fixed.
 
     Raises
     ------
     FedsimError
-        If the plans differ in more than the number of rounds, or no further round is possible; or
-        if the noise has other coefficients for more rounds.
     """
-    if "plan" not in state or state["round"] == 0 or not plan.closed:
-        return plan
-    rounds, extension = state["plan"]["rounds"], state["plan"]["extension"]
-    coefficients = _coefficients(plan)
-    before = state["plan"].get("coefficients", coefficients)  # older checkpoints have none
-    if coefficients != before:
+    before = state.get("plan")
+    if (before is not None) != plan.closed:
         raise FedsimError(
-            f"noise.coefficients is {coefficients!r}; it must be {before!r}, as it was: the noise "
-            "of earlier rounds was drawn with these, and further rounds cancel a part of it."
+            "state= is of a run whose rounds were "
+            f"{'' if before is not None else 'not '}fixed before the first; with the settings of "
+            f"this strategy they are{' not' if before is not None else ''} (may_stop, rounds)."
         )
-    if rounds == plan.rounds:
-        return replace(plan, extension=extension and Extension(**extension))
-    shorter = replace(plan, rounds=rounds)
-    ahead = plan.charged_ahead and shorter.charged_ahead
-    if (
-        not plan.noise.correlated
-        # With an allocation, the first rounds depend on how many follow.
-        or plan.sampler.horizon is not None
-        or rounds > (plan.rounds or 0)
-        or not (ahead or shorter.law == plan.law)
-    ):
+    if before is None:
+        return
+    if before["rounds"] != plan.rounds:
         raise FedsimError(
-            f"rounds = {plan.rounds}; it must be {rounds}, as it was: these were planned and "
-            "charged together, so that there cannot be fewer, nor more if their draws depend on "
-            "their number (noise.name, cohort.name)."
+            f"rounds = {plan.rounds}; it must be {before['rounds']}, as it was: these were planned "
+            "and charged together before the first, and nothing extends them."
         )
-    if state.get("noise") is None:
+    if before["coefficients"] != (coefficients := _coefficients(plan)):
         raise FedsimError(
-            f"rounds = {plan.rounds}; it must be {rounds}, as it was: noise from the operating "
-            "system follows from a secret that was removed after the last round; rounds can be "
-            "added only before that (noise.entropy)."
+            f"noise.coefficients is {coefficients!r}; it must be {before['coefficients']!r}, as it "
+            "was: the noise of earlier rounds was drawn with these, and further rounds cancel a "
+            "part of it."
         )
-    # A plan that is charged in groups of rounds needs no extension: further groups are charged as
-    # they begin.
-    return replace(plan, extension=Extension(rounds, state["round"]) if ahead else None)
 
 
 def _coefficients(plan: ReleasePlan[Any]) -> str | None:
@@ -148,7 +122,7 @@ def check_noise(state: Tree, plan: ReleasePlan[Bounded], *, seeded: bool) -> Non
             f"state= is of a run whose rounds {'do not ' if needed else ''}share draws of noise; "
             f"with the settings of this strategy they must{'' if needed else ' not'}."
         )
-    if noise is not None and bool(noise["secret"]) == seeded:
+    if noise is not None and bool(noise["secrets"]) == seeded:
         sources = "the seed", "the operating system"
         raise FedsimError(
             f"state= is of a run whose noise comes from {sources[seeded]}; with the settings of "

@@ -5,9 +5,8 @@ composes all events. Nothing here loads torch or Flower.
 
 Read `plan` first: what is released, and how its rounds are charged. Then read `laws.base` with one
 law, `laws.poisson`: the cost of a draw. `accountant` composes costs, by `pld` or by the curves in
-`losses`. `ledger` records them (`entry` is the content of a line, `ledger_lines` and `ledger_file`
-its format), `statement` says what they add up to, and `verification` checks files. Correlated
-noise is in `noise`, from `noise.base` on.
+`losses`. `ledger` records them (`entry` is what a line says), `statement` says what they add up to,
+and `verification` checks files. Correlated noise is in `noise`, from `noise.base` on.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from fedsim.privacy.calibration import (
     rounds_within,
     rounds_within_events,
 )
-from fedsim.privacy.claims import Budget, worst_client
-from fedsim.privacy.client_ledgers import ClientLedgers
+from fedsim.privacy.claims import worst_client
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Event
 from fedsim.privacy.groups import group_epsilon
 from fedsim.privacy.laws import Adjacency, Law, Level
-from fedsim.privacy.ledger import Ledger
+from fedsim.privacy.ledger import Budget, Ledger
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import DeclaredBound, ReleasePlan
 from fedsim.privacy.selection import selection_epsilon
@@ -42,7 +40,6 @@ __all__ = [
     "Adjacency",
     "Answer",
     "Budget",
-    "ClientLedgers",
     "Cost",
     "DeclaredBound",
     "Entropy",

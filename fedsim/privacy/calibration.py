@@ -11,7 +11,6 @@ from typing import Literal, TypeVar
 from fedsim.arguments import check_arguments, shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
-from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import FullLaw, Law, Level, Sampler
 from fedsim.privacy.laws.base import check_level
@@ -217,9 +216,8 @@ class Question:
         Further releases in that many rounds.
     simulated : bool
         Whether the noise follows from a config's seed, which is no secret.
-    stopping : Stopping
-        Whether releases may end the run early: all planned rounds are then accounted for at half
-        of delta.
+    may_stop : bool
+        Whether releases may end the run early: all its rounds are charged before the first.
     """
 
     noise_multiplier: float | None = None
@@ -235,7 +233,7 @@ class Question:
         default=lambda question, rounds: (), compare=False, repr=False
     )
     simulated: bool = False
-    stopping: Stopping = FIXED
+    may_stop: bool = False
 
     @property
     def asks(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
@@ -275,7 +273,7 @@ class Question:
                 self.past,
                 self.event(noise),
                 max_epsilon=self.max_epsilon,
-                delta=self._planned_delta,
+                delta=self.delta,
                 others=partial(self.further_events, self),
             )
             return self._answer_for(noise, rounds)
@@ -292,7 +290,7 @@ class Question:
         noise = calibrate_events(
             lambda z: self.events(z, rounds),
             target_epsilon=self._required("target epsilon", self.target_epsilon),
-            delta=self._planned_delta,
+            delta=self.delta,
             adaptive=bool(self.past),
         )
         answer = self._answer_for(noise, rounds)
@@ -306,12 +304,8 @@ class Question:
         if rounds or self.asks == "epsilon":
             _check_rounds(rounds)
         accountant = Accountant(self.events(noise, rounds))
-        cost = replace(accountant.cost(self._planned_delta), delta=self.delta)
+        cost = accountant.cost(self.delta)
         return Answer(self, noise, rounds, cost)
-
-    @property
-    def _planned_delta(self) -> float:
-        return self.stopping.planned_delta(self.delta)
 
     def _required(self, name: str, value: Value | None) -> Value:
         if value is None:

@@ -1,26 +1,16 @@
-"""Digests of settings, equal in any process and on any machine; keyed ones of protected data.
-
-A hash of protected data without a key would let anyone check a guess of the data.
-"""
+"""Digests of settings, equal in any process and on any machine."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-
-from fedsim import regular_files
-from fedsim.errors import FedsimError
-from fedsim.privacy import durable
 
 LARGE = 2**16
 """Size in bytes above which an array enters the digest by its hash."""
@@ -88,64 +78,3 @@ def _name(definition: Any) -> str:
     module = str(definition.__module__)
     is_shipped = module.partition(".")[0] == "fedsim"
     return str(definition.__qualname__ if is_shipped else f"{module}:{definition.__qualname__}")
-
-
-KEY = "fingerprint.key"
-_BYTES = 32
-
-
-class Fingerprints:
-    """HMAC-SHA256 of protected data, under a key that never leaves its directory.
-
-    Without the key a fingerprint reveals nothing, and no guess can be checked against it. Losing
-    the key costs no privacy: all later releases are then charged as new ones.
-
-    Parameters
-    ----------
-    directory : path or None
-        Directory of the key's file, which only its owner may read and which is created at first
-        use. None keeps the key in memory, for this object alone.
-    read_only : bool
-        Whether to refuse a missing key instead of creating one.
-    """
-
-    def __init__(self, directory: Path | None, *, read_only: bool = False) -> None:
-        self._directory, self._read_only = directory, read_only
-        self._key: bytes | None = None if directory is not None else secrets.token_bytes(_BYTES)
-
-    def of(self, contents: Iterable[bytes]) -> str:
-        """Fingerprint of a sequence of parts.
-
-        Raises
-        ------
-        FedsimError
-            If the key is damaged, or missing where it may not be created.
-        """
-        code = self.code()
-        for content in contents:
-            # The lengths tell ("ab", "c") from ("a", "bc").
-            code.update(len(content).to_bytes(8, "little"))
-            code.update(content)
-        return code.hexdigest()
-
-    def code(self) -> hmac.HMAC:
-        """An empty HMAC under the key, to be updated by the caller."""
-        if self._key is None:
-            assert self._directory is not None
-            self._key = _key_in(self._directory, self._read_only)
-        return hmac.new(self._key, digestmod=hashlib.sha256)
-
-
-def _key_in(directory: Path, read_only: bool) -> bytes:
-    path = directory / KEY
-    if not path.exists() and read_only:
-        raise FedsimError(f"{path} is missing; restore it.")
-    if not path.exists():
-        durable.create(path, secrets.token_bytes(_BYTES), mode=0o600)
-    key = regular_files.read_bytes(path)
-    if len(key) != _BYTES:
-        raise FedsimError(
-            f"{path} has {len(key)} bytes; a fingerprint's key must have {_BYTES}: restore it, or "
-            "remove it: a new key is then made, which recognises no earlier release."
-        )
-    return key

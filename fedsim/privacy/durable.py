@@ -1,9 +1,4 @@
-"""Durable files: synced to disk, locked while written, and archived before they are replaced.
-
-A ledger that has been replaced still counts. Before ``DIR/some/ledger.jsonl`` is replaced it is
-moved to ``DIR/archive/NUMBER/some/ledger.jsonl``: all ledgers of a run together when the run is
-overwritten, a single one when its old format is converted.
-"""
+"""Durable files: synced to disk, and locked while written."""
 
 from __future__ import annotations
 
@@ -116,68 +111,3 @@ def _temporary_file(path: Path, data: bytes, mode: int) -> Path:
             temporary.unlink()
         raise
     return temporary
-
-
-ARCHIVE = "archive"
-"""Name of the directory for replaced files."""
-
-# A client's ledger is RUN/clients/client-3.jsonl, or one directory deeper: an archive may be in
-# any of the three directories above it.
-_DEEPEST = 3
-
-
-def archived(path: Path, depth: int = _DEEPEST) -> list[Path]:
-    """Earlier files of this path, the oldest first.
-
-    Parameters
-    ----------
-    path : path
-        ``*`` in its name matches any text.
-    depth : int
-        Number of its parent directories that are searched for an archive.
-    """
-    predecessors: list[Path] = []
-    path = path.absolute()
-    for parent in path.parents[:depth]:
-        relative_path = path.relative_to(parent)
-        for number in _numbers(parent / ARCHIVE):
-            archived_path = parent / ARCHIVE / str(number) / relative_path
-            for predecessor in sorted(archived_path.parent.glob(archived_path.name)):
-                # A directory that was archived may have an archive of its own, with older files.
-                if parent != path.parent:
-                    predecessors += archived(predecessor, depth=1)
-                predecessors.append(predecessor)
-    return predecessors
-
-
-def archive(*paths: Path) -> Path:
-    """Move files and directories of one directory into its archive, under one new number.
-
-    Ledgers are still counted there.
-
-    Returns
-    -------
-    path
-        The new directory of all of them.
-    """
-    directory = paths[0].parent / ARCHIVE
-    directory.mkdir(exist_ok=True)
-    while True:
-        place = directory / str(max([0, *_numbers(directory)]) + 1)
-        try:
-            place.mkdir()
-            break
-        except FileExistsError:
-            continue
-    for path in paths:
-        os.rename(path, place / path.name)
-    for changed in (place, directory, directory.parent):
-        sync_directory(changed)
-    return place
-
-
-def _numbers(directory: Path) -> list[int]:
-    if not directory.is_dir():
-        return []
-    names = (entry.name for entry in directory.iterdir())
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())

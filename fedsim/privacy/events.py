@@ -14,7 +14,7 @@ from fedsim.arguments import expected, require
 from fedsim.errors import FedsimError
 from fedsim.privacy import laws
 from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw, is_shipped
-from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_curve
+from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.laws.sampler import Sampler
 from fedsim.privacy.records import read_record, to_json
@@ -85,8 +85,6 @@ class Event:
             require(str(name), z, expected(float))
             if not z >= 0:
                 raise FedsimError(f"{name} is {z}; a noise multiplier must be at least 0.")
-        if not self.count and self.law.rounds == 1:
-            raise FedsimError("count is 0; only a law of several rounds has rounds that count 0.")
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "sides", dict(sorted(self.sides.items())))
         if not is_shipped(self.law):
@@ -154,7 +152,7 @@ class Event:
 
     @classmethod
     def from_dict(cls, data: object) -> Event:
-        """Inverse of `to_dict`; an event of an older ledger is converted.
+        """Inverse of `to_dict`.
 
         Raises
         ------
@@ -163,7 +161,6 @@ class Event:
         """
         if not isinstance(data, Mapping):
             raise FedsimError(f"event is {data!r}; it must be a mapping.")
-        data = _converted(data) if "sampler" in data else data
         data = {**data, "law": law_from_dict(data.get("law"))}
         return read_record(cls, data, "an event")
 
@@ -179,9 +176,8 @@ def law_from_dict(data: object) -> Law:
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise FedsimError(f"an event's law is {data!r}; it must be a mapping with a name.")
     name, options = data["name"], {k.replace("_", "-"): v for k, v in data.items() if k != "name"}
-    for inner in ("base", "shorter"):  # the laws that a wrapping law contains
-        if isinstance(options.get(inner), Mapping):
-            options[inner] = law_from_dict(options[inner])
+    if isinstance(options.get("base"), Mapping):  # the law that a wrapping law contains
+        options["base"] = law_from_dict(options["base"])
     kind = DeclaredLaw if name == NAME else law_named(name)
     return read_record(kind, options, f"the law '{name}'")
 
@@ -219,24 +215,6 @@ def law_named(name: str) -> type[Law]:
     return shipped_laws()[name]
 
 
-def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
-    """An event of ledger formats 1 and 2, in today's form.
-
-    In these the law was one of four, and its fields were the event's own.
-    """
-    field_names = {"sampler", "adjacency", "noise-multiplier", "rate", "size"}
-    field_names |= {"population", "count", "sides", "guarantee"}
-    if set(data) != field_names:
-        raise FedsimError(
-            f"an event has the fields {sorted(data)}; it must have {sorted(field_names)}."
-        )
-    law = {"name": data["sampler"], **{k: data[k] for k in ("adjacency", "population")}}
-    parameter = {"poisson": "rate", "fixed": "size"}.get(data["sampler"])
-    law |= {parameter: data[parameter]} if parameter is not None else {}
-    unchanged = ("noise-multiplier", "count", "sides", "guarantee")
-    return {"law": law, **{name: data[name] for name in unchanged}}
-
-
 def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
     """The one adjacency under which events of these adjacencies are composed.
 
@@ -257,32 +235,3 @@ def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
     if len(distinct) == 1:
         return distinct.pop()
     return "zero-out" if distinct else "add-remove"
-
-
-def dominating_event(events: Iterable[Event]) -> Event | None:
-    """An event at least as costly as each of these: least noise, largest rate and count.
-
-    None without events. For laws that cannot be compared, amplification is not credited.
-    """
-    event_list = list(events)
-    if not event_list:
-        return None
-    if not all(event.private for event in event_list):
-        return Event(noise_multiplier=0.0, guarantee=False)
-    noise = min(event.total_noise_multiplier for event in event_list)
-    count = max(event.count for event in event_list)
-    widest = max((event.law for event in event_list), key=lambda law: law.rate)
-    if all(widest.comparable(event.law) for event in event_list):
-        return Event(noise_multiplier=noise, law=widest, count=count)
-    adjacency = common_adjacency(event.adjacency for event in event_list)
-    # A law that is Gaussian given the sample costs at most as much as an unsampled Gaussian of its
-    # sensitivity. For other laws, take the largest Rényi divergence at each order.
-    if all(event.law.is_gaussian for event in event_list):
-        min_noise = min(
-            event.total_noise_multiplier / event.law.sensitivity
-            for event in event_list
-            if event.law.sensitivity
-        )
-        return Event(noise_multiplier=min_noise, law=FullLaw(adjacency=adjacency), count=count)
-    curves = [event.law.rdp(event.total_noise_multiplier) for event in event_list]
-    return Event(noise_multiplier=noise, law=costliest_curve(curves, adjacency), count=count)

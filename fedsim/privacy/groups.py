@@ -27,7 +27,7 @@ def group_epsilon(
     """Epsilon of a composition of events for an owner of up to ``size`` rows, for all together.
 
     The events are those of a plan (``plan.event().over(rounds)``), or of a ledger's lines
-    (`Ledger.charged`).
+    (`Statement.events`).
 
     Without sampling, k rows move a sum by at most k C: exactly a Gaussian of k times the
     sensitivity. Under Poisson sampling, where rows are drawn independently, Binomial(k, q) of them

@@ -1,49 +1,271 @@
-"""The ledger: every release is recorded on disk before it is made.
+"""The ledger: every release is written down before anything leaves the place that adds the noise.
 
-A ledger is an append-only file of JSON lines, chained by hashes: a header, then one line for each
-event. Nothing else is needed to recompute epsilon. Earlier ledgers in ``archive/``, in the same
-directory, count too.
+A ledger is a file of JSON lines, chained by hashes. The first one, the header, says the format, the
+level, how clients were dealt, and which of two kinds the ledger is:
 
-A last line without a newline (torn) was being written when the machine stopped. `record` had not
-returned, so that nothing was released. The line is charged all the same, at no less than any
-event that the ledger knows of, until a run with the same draws records the same release again.
+- A *log* is of runs whose noise follows from a known seed. It protects nobody, so that nothing has
+  to be proved: a resumed run cuts the log back to its checkpoint, and writes the same lines again.
+- *Evidence* is of noise from the operating system. Each line is appended, and none is ever cut,
+  replaced or taken for another: a round that is drawn again is another line, and costs a release.
+
+The loop that writes one (`fedsim.federation`, or yours)::
+
+    ledger.record(entry, budget=budget)   # under a lock: check the budget, write, sync
+    release(noisy_sum)                    # only then
+
+A line is ``{"entry": {"releases": [...], "previous": "..."}, "hash": "...", "noted": {...}}``. The
+hash covers the bytes of the entry, which contain the hash of the line before. The notes (time,
+host, run) are covered by no hash, so that equal runs have equal heads. A last line that is cut
+short belongs to something that never left: a writer drops it, and readers ignore it.
+
+A chain proves that no line was damaged, lost or swapped by accident. It contains no secret: anyone
+who can write the file can write a forged chain, or cut off its end. To detect that, compare its
+head with a copy kept elsewhere (`fedsim privacy RUN --verify`), or sign it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import operator
 import os
-from collections.abc import Iterable, Iterator
+import socket
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, NoReturn, Self
 
-from fedsim.arguments import check_arguments
-from fedsim.errors import FedsimError
+from fedsim.arguments import check_arguments, expected, require, shown
+from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.privacy import durable
 from fedsim.privacy.accountant import Cost, check_delta
-from fedsim.privacy.claims import FIXED, Budget, Stopping
-from fedsim.privacy.digest import Fingerprints
-from fedsim.privacy.durable import archived
-from fedsim.privacy.entry import Entry, History, Placement
+from fedsim.privacy.claims import costliest
+from fedsim.privacy.entry import Entry, History, Kind, Placement
 from fedsim.privacy.events import Event
 from fedsim.privacy.flower_records import event_of, privacy_config, privacy_spent
 from fedsim.privacy.laws import FixedSizeLaw
-from fedsim.privacy.ledger_file import LedgerFile
-from fedsim.privacy.ledger_lines import End
+from fedsim.privacy.laws.base import Level, check_level
+from fedsim.privacy.laws.declared import NAME, DeclaredLaw
+from fedsim.privacy.records import read_record, to_json
 from fedsim.privacy.statement import Statement
+from fedsim.settings import check_settings
 
 if TYPE_CHECKING:
     from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent
 
     from fedsim.privacy.plan import Bounded, ReleasePlan
 
+Keeps = Literal["log", "evidence"]
+"""Kind of a ledger."""
+VERSION = 1
+"""Format of ledgers."""
+GENESIS = "0" * 64
+"""Previous hash of the first line."""
+_LINE_START = '{"entry":'
+_HEADER_START = b'{"entry":{"kind":"ledger","version":'
 
-class Ledger(LedgerFile):
+
+@dataclass(frozen=True)
+class End:
+    """End of a ledger: hash of its last line, and number of lines."""
+
+    head: str = GENESIS
+    lines: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """First line of a ledger: what all its lines have in common.
+
+    Attributes
+    ----------
+    version : int
+    keeps : "log" or "evidence"
+    level : "client" or "example"
+        What a row of its releases is.
+    client : int or None
+        The one client of a node's own ledger.
+    split : mapping
+        How clients were dealt: the population, and the settings of the split. Empty if unknown.
+    """
+
+    version: int = VERSION
+    keeps: Keeps
+    level: Level
+    client: int | None = None
+    split: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def sealed(self) -> tuple[bytes, str]:
+        """The header's line, newline included, and its hash."""
+        return sealed_line({"kind": "ledger", **to_json(self)}, GENESIS)
+
+    @classmethod
+    def of(cls, line: bytes) -> tuple[Header, str]:
+        """Parse the first line: the header, and its hash.
+
+        Raises
+        ------
+        FedsimError
+            If it is no header, or of a format that this fedsim does not know.
+        """
+        if not line.startswith(_HEADER_START):
+            raise FedsimError(
+                "it is not a ledger; a ledger is a file that fedsim wrote, such as "
+                "runs/NAME/ledger.jsonl."
+            )
+        data, _, head = parsed_line(line, GENESIS)
+        if (version := data.get("version")) != VERSION:
+            raise FedsimError(
+                f"its format is {version}, and this fedsim reads format {VERSION}: read it with "
+                "the fedsim that wrote it."
+            )
+        del data["kind"]
+        return read_record(cls, data, "its header"), head
+
+
+def sealed_line(
+    entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
+) -> tuple[bytes, str]:
+    """One line, newline included, and its hash."""
+    # Numbers may be NumPy's, which json cannot write.
+    body = json.dumps(
+        {**entry, "previous": previous},
+        separators=(",", ":"),
+        allow_nan=False,
+        default=operator.methodcaller("item"),
+    )
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    unhashed = json.dumps(dict(noted or {}), separators=(",", ":"), allow_nan=False)
+    return f'{_LINE_START}{body},"hash":"{digest}","noted":{unhashed}}}\n'.encode(), digest
+
+
+def parsed_line(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Entry, notes and hash of a line, given the hash of the line before.
+
+    Raises
+    ------
+    FedsimError
+        If it is no line that `sealed_line` wrote after the one of hash ``previous``.
+    """
+    try:
+        text = line.decode("ascii")
+        if not text.startswith(_LINE_START):
+            raise ValueError(text)
+        entry, end = _DECODER.raw_decode(text, len(_LINE_START))
+    except (ValueError, RecursionError):
+        raise FedsimError("it is not a ledger's line.") from None
+    # The hash is of the bytes in the file, not of the parsed entry written again: a line that was
+    # only respelled is detected, and another version's spelling of numbers is not an error.
+    digest = hashlib.sha256(text[len(_LINE_START) : end].encode()).hexdigest()
+    seal = f',"hash":"{digest}"'
+    if not isinstance(entry, dict) or not text.startswith(seal, end):
+        raise FedsimError("its hash does not match its content.")
+    try:
+        noted = _DECODER.decode(f"{{{text[end + len(seal) + 1 :]}")
+    except (ValueError, RecursionError):
+        noted = None
+    if not isinstance(noted, dict) or not isinstance(noted.get("noted"), dict):
+        raise FedsimError("the notes beside its entry cannot be read.")
+    if entry.pop("previous", None) != previous:
+        raise FedsimError("it does not follow the line before it.")
+    return entry, noted["noted"], digest
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of a ledger")
+
+
+# Python's json would accept NaN and infinities, which JSON does not have.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that any owner in a ledger may spend.
+
+    Attributes
+    ----------
+    epsilon, delta : float
+    key : str
+        Name of the setting that gives epsilon, for messages.
+    """
+
+    epsilon: float
+    delta: float
+    key: str = "max-epsilon"
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if not self.epsilon > 0:  # no cost would exceed NaN
+            raise FedsimError(f"{self.key} is {self.epsilon}; it must be above 0.")
+        check_delta(self.delta)
+
+    def message(self, entry: Entry, client: int | None = None, ledger: Path | None = None) -> str:
+        """Why the release of an entry may not be made: a sentence without its full stop.
+
+        It names the path of ``ledger``, except for a client's entry: that sentence is sent to the
+        server, which must not see a node's paths.
+        """
+        subject = "a release" if entry.round is None else f"round {entry.round}"
+        evaluation = "the evaluation of " if entry.kind == "evaluation" else ""
+        of_client = "" if client is None else f" of client {client}"
+        place = "" if ledger is None or client is not None else f" in ledger {ledger}"
+        return (
+            f"{evaluation}{subject} would exceed {self.key} = {self.epsilon}{of_client} at delta = "
+            f"{self.delta}{place}"
+        )
+
+
+class OverBudgetError(BudgetSpentError):
+    """Raised if a line would exceed a budget; nothing was written.
+
+    Attributes
+    ----------
+    owners : tuple of int or None
+        Those whose budget it would exceed: clients, at example level.
+    """
+
+    owners: tuple[int | None, ...] = (None,)
+
+
+class RunProgress(NamedTuple):
+    """How far a run has come in a ledger, for one kind of release and one owner.
+
+    Attributes
+    ----------
+    last : int
+        Largest round that has a line; 0 without any.
+    through : int
+        Last round that is paid for in advance; 0 if none is.
+    """
+
+    last: int = 0
+    through: int = 0
+
+    def drawn(self, round: int) -> bool:
+        """Whether the round, or a later one, has been drawn before."""
+        return 0 < round <= self.last
+
+    def paid(self, round: int) -> bool:
+        """Whether an earlier round's line pays for the round."""
+        return 0 < round <= self.through
+
+
+class Ledger:
     """Record of all releases, written before each of them; gives epsilon at any time.
 
-    It implements Flower's ``flwr.serverapp.PrivacyAccountant`` protocol, so that Flower's own DP
-    strategies can use it too.
+    A ledger at client level has one owner, all clients together; one at example level has an owner
+    for each client, whose data are disjoint, so that its epsilon is that of the client that has
+    spent most. It implements Flower's ``flwr.serverapp.PrivacyAccountant`` protocol, so that
+    Flower's own DP strategies can use it too.
+
+    Each process has the lines it has read in memory. Before it adds one it locks the file and reads
+    what others have added since, so that the chain, the budget and the new line are of one state.
 
     Parameters
     ----------
@@ -54,16 +276,34 @@ class Ledger(LedgerFile):
     max_epsilon : float or None
         Default budget of `record` and `would_exceed`.
     declared : Event or None
-        Cost of one planned round. A torn line is charged at no less, and Flower's protocol
-        takes sampling and population from it.
+        Cost of one planned round, from which Flower's protocol takes sampling and population.
+    keeps : "log" or "evidence", optional
+        Its kind; by default a log of releases whose noise follows from a config's seed, and
+        evidence of all others.
+    split : mapping, optional
+        How clients were dealt. A file with another split is refused: its client 7 is another one.
+    client : int, optional
+        The one client of a node's own ledger.
     read_only : bool
-        Whether nothing is recorded, or repaired on disk.
+        Whether nothing is recorded.
+
+    Attributes
+    ----------
+    header : Header or None
+        None until something is recorded.
+    lines : list of bytes
+        All lines, the header's included, without newlines.
+    heads : list of str
+        Hash of each line: the earlier heads of a ledger that was extended are among them.
+    entries : list of Entry
+    histories : dict
+        `History` of each owner; the owner is None at client level.
 
     Raises
     ------
     FedsimError
-        If the file is no ledger, or was changed after it was written, or archived ledgers do not
-        compose with the declared event.
+        If the file is no ledger, was changed after it was written, or is of another kind or split;
+        or if the declared event does not compose with it.
     """
 
     @check_arguments
@@ -74,19 +314,31 @@ class Ledger(LedgerFile):
         delta: float | None = None,
         max_epsilon: float | None = None,
         declared: Event | None = None,
+        keeps: Keeps | None = None,
+        split: Mapping[str, str | int | float | bool] | None = None,
+        client: int | None = None,
         read_only: bool = False,
     ) -> None:
         if delta is not None:
             check_delta(delta)
         if max_epsilon is not None and not max_epsilon > 0:
             raise FedsimError(f"max_epsilon is {max_epsilon}; it must be above 0.")
-        self.delta = delta
-        self.max_epsilon = max_epsilon
-        self.declared = declared
-        place = None if path is None else Path(path)
-        super().__init__(place, planned=declared, read_only=read_only)
-        keys = None if place is None else place.parent
-        self._fingerprints = Fingerprints(keys, read_only=read_only)
+        self.path = None if path is None else Path(path)
+        self.delta, self.max_epsilon, self.declared = delta, max_epsilon, declared
+        self.read_only = read_only
+        self._keeps, self._client = keeps, client
+        self._split = None if split is None else dict(split)
+        self._clear()
+        if self.path is not None and self.path.is_dir():
+            raise FedsimError(
+                f"the ledger's path, {self.path}, is a directory; it must be a file, such as "
+                f"{self.path / 'ledger.jsonl'}."
+            )
+        if self.path is not None and self.path.exists():
+            with durable.locked(self.path, write=False) as file:
+                self._load(file.read())
+        if keeps is not None:
+            self._check_header(keeps)
         if declared is not None:  # refuse adjacencies that do not compose before any release
             self.history.after(Entry(event=declared))
 
@@ -106,47 +358,316 @@ class Ledger(LedgerFile):
         FedsimError
             If the file does not exist, is no ledger, or was changed after it was written.
         """
-        if not Path(path).is_file() and not archived(Path(path)):
+        if not Path(path).is_file():
             raise FedsimError(f"there is no ledger at {path}.")
         return cls(path, delta=delta, declared=declared, read_only=True)
 
-    @check_arguments
-    def record(self, entry: Entry, *, budget: Budget | None = None) -> bool:
-        """Record a release. When this returns, the line is on disk and the release may be made.
+    def _clear(self) -> None:
+        """Forget all lines."""
+        self.header: Header | None = None
+        self.lines: list[bytes] = []
+        self.heads: list[str] = []
+        self.entries: list[Entry] = []
+        self.histories: dict[int | None, History] = {}
+        self._progress: dict[tuple[str | None, Kind, int | None], RunProgress] = {}
+        self._runs: list[str | None] = []  # the run of each line
+        self._laws: dict[str, Any] = {}  # JSON of users' laws in earlier lines, by digest
+        self._size = 0  # bytes of the complete lines read so far
+
+    # -- what it says -------------------------------------------------------------------
+
+    @property
+    def head(self) -> str:
+        """Hash of the last line, which covers the whole ledger."""
+        return self.heads[-1] if self.heads else GENESIS
+
+    @property
+    def end(self) -> End:
+        """Hash of the last line, and number of lines."""
+        return End(self.head, len(self.heads))
+
+    @property
+    def level(self) -> Level:
+        """What a row is; "client" until something is recorded."""
+        return "client" if self.header is None else self.header.level
+
+    @property
+    def keeps(self) -> Keeps | None:
+        """Its kind; None if it was not given and nothing is recorded."""
+        return self._keeps if self.header is None else self.header.keeps
+
+    @property
+    def private_evidence(self) -> bool:
+        """Whether it proves what protected real people: evidence that must not be lost."""
+        return self.header is not None and any(
+            entry.entropy == "system" and entry.event.private for entry in self.entries
+        )
+
+    @property
+    def history(self) -> History:
+        """History of its one owner; at example level of the client that has spent most."""
+        return self._worst(self.delta or 1e-5)
+
+    def _worst(self, delta: float) -> History:
+        if len(self.histories) > 1:
+            return costliest(list(self.histories.values()), delta)
+        return next(iter(self.histories.values()), History())
+
+    def progress(
+        self, run: str | None, kind: Kind = "release", client: int | None = None
+    ) -> RunProgress:
+        """How far a run has come."""
+        return self._progress.get((run, kind, client), RunProgress())
+
+    @property
+    def rounds_made(self) -> int:
+        """Number of the last round in this ledger; 0 if there is none."""
+        return max((entry.round or 0 for entry in self.entries), default=0)
+
+    def cost(self, delta: float | None = None) -> Cost:
+        """Epsilon charged so far, with its accounting method and the figures to compare it with."""
+        delta = self._delta(delta)
+        return self._worst(delta).accountant.cost(delta)
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Epsilon charged so far; takes milliseconds for any number of rounds."""
+        delta = self._delta(delta)
+        return self._worst(delta).accountant.epsilon(delta)
+
+    def statement(self, delta: float | None = None) -> Statement:
+        """The privacy statement in words and numbers."""
+        return statement_of([self], self._delta(delta))
+
+    def would_exceed(
+        self,
+        event: Entry | Event | GaussianPrivacyEvent,
+        max_epsilon: float | None = None,
+        count: int = 1,
+        *,
+        budget: Budget | None = None,
+    ) -> bool:
+        """Whether a release would exceed a budget; nothing is recorded.
 
         Parameters
         ----------
-        entry : Entry
+        event : Entry, Event or GaussianPrivacyEvent
+        max_epsilon : float, optional
+            Budget at the ledger's delta, instead of the ledger's own.
+        count : int
+            How often it is released.
         budget : Budget, optional
-            Budget, instead of the ledger's own. The check of the budget and the writing of the
-            line are under one lock.
-
-        Returns
-        -------
-        bool
-            False if the same release is in the ledger already, and so is not charged again:
-            entropy "config" and the same run, release digest, round, attempt and event; and the
-            same ``sum`` at client level, the same client and fingerprint at example level.
-            Without ``sum`` the caller vouches that the release is the same.
-
-        Raises
-        ------
-        BudgetSpentError
-            If the budget does not allow it.
-        FedsimError
-            If the level or adjacency is not that of the ledger; if this round of this run was
-            recorded with another sum or other data, and its noise follows from the seed; or if
-            the file was changed by something other than a ledger.
+            Budget at a delta of its own; not together with ``max_epsilon``.
         """
-        if budget is None and self.max_epsilon not in (None, math.inf):
-            budget = self._budget()
-        return self.write(entry, budget)
+        if budget is not None and max_epsilon is not None:
+            raise FedsimError(f"max_epsilon is {max_epsilon} beside a budget; give one of the two.")
+        budget = budget or self._budget(max_epsilon)
+        self.refresh()
+        if not isinstance(event, Entry):
+            event = Entry(event=event_of(event, self.declared), level=self.level)
+        planned = replace(event, event=event.event.times(count))
+        return bool(self.over(budget, [planned]))
 
     def _budget(self, max_epsilon: float | None = None) -> Budget:
         limit = self.max_epsilon if max_epsilon is None else max_epsilon
         if limit is None:
             raise FedsimError("max_epsilon was given neither to the ledger nor to would_exceed.")
         return Budget(limit, self._delta(None))
+
+    def _delta(self, delta: float | None) -> float:
+        value = self.delta if delta is None else delta
+        if value is None:
+            raise FedsimError("delta was given neither to the ledger nor to this question.")
+        return value
+
+    # -- recording ----------------------------------------------------------------------
+
+    def record(self, *entries: Entry, budget: Budget | None = None) -> None:
+        """Record a release. When this returns, the line is on disk and the release may be made.
+
+        Parameters
+        ----------
+        entries : Entry
+            One or more of one run, written as one line.
+        budget : Budget, optional
+            Budget, instead of the ledger's own. Checking it and writing the line are one act, under
+            one lock.
+
+        Raises
+        ------
+        OverBudgetError
+            If the budget does not allow it.
+        FedsimError
+            If the kind, split, level or adjacency is not that of the ledger, or if the file was
+            changed by something other than a ledger.
+        """
+        for entry in entries:
+            require("entry", entry, expected(Entry))
+        require("budget", budget, expected(Budget | None))
+        budget = self._own_budget(budget)
+        self._write(lambda: self._affordable(entries, budget))
+
+    def record_longest(
+        self, entries_of: Callable[[int], Sequence[Entry]], most: int, budget: Budget | None = None
+    ) -> int:
+        """Record as many rounds of a plan as the budget affords, as one line; returns the number.
+
+        Parameters
+        ----------
+        entries_of : callable
+            Entries that charge so many rounds.
+        most : int
+            Number of rounds of the plan.
+
+        Raises
+        ------
+        OverBudgetError
+            If the budget does not allow one round.
+        FedsimError
+            As `record` does.
+        """
+        budget, rounds = self._own_budget(budget), 0
+
+        def entries() -> Sequence[Entry]:
+            nonlocal rounds
+            rounds = most
+            if budget is not None and self.over(budget, entries_of(most)):
+                affordable = [*range(1, most)]
+                rounds = bisect(
+                    affordable, False, key=lambda n: bool(self.over(budget, entries_of(n)))
+                )
+            return self._affordable(entries_of(max(rounds, 1)), budget)
+
+        self._write(entries)
+        return rounds
+
+    def _own_budget(self, budget: Budget | None) -> Budget | None:
+        if budget is None and self.max_epsilon not in (None, math.inf):
+            return self._budget()
+        return budget
+
+    def _affordable(self, entries: Sequence[Entry], budget: Budget | None) -> Sequence[Entry]:
+        """The entries, unless the budget does not allow them."""
+        if budget is not None and (over := self.over(budget, entries)):
+            error = OverBudgetError(f"{budget.message(entries[0], over[0], self.path)}.")
+            error.owners = over
+            raise error
+        return entries
+
+    def over(self, budget: Budget, entries: Sequence[Entry]) -> tuple[int | None, ...]:
+        """Owners whose budget these entries would exceed, by the lines that were read."""
+        charged: dict[int | None, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            for owner in entry.owners:
+                charged[owner].append(entry)
+        empty, costs, over = History(), {}, []
+        for owner, of_owner in charged.items():
+            history = self.histories.get(owner, empty)
+            # Of owners that have spent the same, the cost is computed once.
+            key = (frozenset(history.counts.items()), tuple(entry.event for entry in of_owner))
+            if key not in costs:
+                costs[key] = history.after(*of_owner).epsilon(budget.delta)
+            if costs[key] > budget.epsilon:
+                over.append(owner)
+        return tuple(over)
+
+    def _write(self, entries: Callable[[], Sequence[Entry]]) -> None:
+        """Add a line of what ``entries`` returns, which is called under the lock."""
+        if self.read_only:
+            raise FedsimError(f"ledger {self.path} was opened for reading only.")
+        if self.path is None:
+            self._accept(*self._new_lines(entries()))
+            return
+        # Another process may create the file at any time: whatever happens between a look at it and
+        # the lock, the attempt starts again from the file's new state.
+        while True:
+            if not self.path.exists():
+                if self.header is not None:
+                    raise FedsimError(f"ledger {self.path} was removed while it was in use.")
+                lines = self._new_lines(entries())
+                if durable.create(self.path, b"".join(lines)):
+                    self._accept(*lines)
+                    return
+            else:
+                with self._locked() as file:
+                    lines = self._new_lines(entries())
+                    durable.append(file, b"".join(lines))
+                    self._accept(*lines)
+                    return
+
+    @contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
+        """The file, locked and read to its end; a last line that is cut short is dropped."""
+        assert self.path is not None
+        with durable.locked(self.path) as file:
+            self._catch_up(file)
+            if os.fstat(file.fileno()).st_size > self._size:
+                file.truncate(self._size)
+            yield file
+
+    def _new_lines(self, entries: Sequence[Entry]) -> list[bytes]:
+        """The line of these entries, behind a header if there is none yet."""
+        first = entries[0]
+        keeps: Keeps = self._keeps or ("log" if first.entropy == "config" else "evidence")
+        self._check_header(keeps)
+        for entry in entries:
+            check_level(entry.level, entry.event.adjacency)
+            if self.header is not None and entry.level != self.level:
+                raise FedsimError(
+                    f"level is {entry.level!r}; ledger {self.path or 'in memory'} is about "
+                    f"{self.level} level, and guarantees of different levels do not add up."
+                )
+        for owner in {owner for entry in entries for owner in entry.owners}:
+            of_owner = [entry for entry in entries if owner in entry.owners]
+            self.histories.get(owner, History()).after(*of_owner)
+        lines, head = [], self.head
+        if self.header is None:
+            header, head = Header(
+                keeps=keeps, level=first.level, client=self._client, split=self._split or {}
+            ).sealed()
+            lines.append(header)
+        noted = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "host": socket.gethostname(),
+            "run": first.run,
+        }
+        releases = {"releases": [self._data(entry) for entry in entries]}
+        return [*lines, sealed_line(releases, head, noted)[0]]
+
+    def _check_header(self, keeps: Keeps) -> None:
+        """Refuse a ledger of another kind, split or client than this writer's.
+
+        Raises
+        ------
+        FedsimError
+        """
+        header = self.header
+        if header is None:
+            return
+        if header.keeps != keeps:
+            kinds = {
+                "log": "a log of simulated releases (noise.entropy = 'config')",
+                "evidence": "evidence of releases with noise from the operating system",
+            }
+            raise FedsimError(
+                f"{self._name} is {kinds[header.keeps]}, and this one would be {kinds[keeps]}; "
+                "they are never mixed: name another ledger (privacy.ledger, --out)."
+            )
+        if self._client is not None and header.client != self._client:
+            raise FedsimError(
+                f"{self._name} is that of client {header.client}, and not of client {self._client}."
+            )
+        if self._split is not None and dict(header.split) != self._split:
+            keys = dict.fromkeys([*header.split, *self._split])
+            key = next(k for k in keys if header.split.get(k) != self._split.get(k))
+            before, now = (
+                shown(split[key]) if key in split else "unset"
+                for split in (header.split, self._split)
+            )
+            raise FedsimError(
+                f"{key} = {now}; it must be {before}, as in {self._name}: with another value "
+                "other people are its clients, and the costs of the runs to a client cannot be "
+                "added up; name another ledger (privacy.ledger)."
+            )
 
     @contextmanager
     def release(
@@ -180,12 +701,11 @@ class Ledger(LedgerFile):
         FedsimError
             As `record` does.
         """
-        attempt = sum(entry.round == round for entry in self.history.of_this_run)
+        self.refresh()
         entry = Entry(
             round=round,
-            attempt=attempt,
             level=plan.level,
-            event=plan.charge(round, attempt),
+            event=plan.charge(round, redrawn=self.progress(None).drawn(round)),
             mechanism=str(plan.bound),
             placement=placement,
             declared_by_user=True,
@@ -194,114 +714,128 @@ class Ledger(LedgerFile):
         self.record(entry)
         yield entry
 
-    def fingerprint(self, parts: Iterable[bytes]) -> str:
-        """HMAC of these parts, under the key next to the ledger."""
-        return self._fingerprints.of(parts)
+    # -- the file -----------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Read the lines that other processes have added since."""
+        if self.path is None or not self.path.exists():
+            return
+        if self.path.stat().st_size != self._size:
+            with durable.locked(self.path, write=False) as file:
+                self._catch_up(file)
+
+    def _catch_up(self, file: BinaryIO) -> None:
+        """Read the lines that were added since; of a log, what another run has cut off too."""
+        size = os.fstat(file.fileno()).st_size
+        is_log = self.header is not None and self.header.keeps == "log"
+        if size < self._size and not is_log:
+            raise FedsimError(f"ledger {self.path} was cut off while it was in use.")
+        file.seek(max(self._size - len(self.lines[-1]) - 1, 0) if self.lines else 0)
+        data = file.read()
+        if self.lines and data.startswith(self.lines[-1] + b"\n"):
+            self._load(data[len(self.lines[-1]) + 1 :])
+        elif is_log or not self.lines:
+            file.seek(0)
+            self._clear()
+            self._load(file.read())
+        else:
+            raise self._changed("its last line was replaced.")
+
+    def _load(self, data: bytes) -> None:
+        """Take further bytes of the file; a last line that is cut short is ignored."""
+        *lines, tail = data.split(b"\n")
+        if self.header is None and not lines:
+            raise FedsimError(
+                f"{self._name} is {'cut off' if tail else 'empty'}, or is not a ledger; fedsim "
+                "never writes one so: restore it."
+            )
+        self._accept(*(line + b"\n" for line in lines))
+
+    def _accept(self, *lines: bytes) -> None:
+        """Take complete lines, each with its newline."""
+        for line in lines:
+            if self.header is None:
+                try:
+                    self.header, head = Header.of(line[:-1])
+                except FedsimError as error:
+                    raise FedsimError(f"{self._name}: {error}") from None
+                run = None
+            else:
+                run, head = self._accept_releases(line[:-1])
+            self.lines.append(line[:-1])
+            self.heads.append(head)
+            self._runs.append(run)
+            self._size += len(line)
+
+    def _accept_releases(self, line: bytes) -> tuple[str | None, str]:
+        """Take the entries of a line; its run and its hash."""
+        try:
+            data, noted, head = parsed_line(line, self.head)
+            run = noted.get("run")
+            if set(data) != {"releases"} or not isinstance(data["releases"], list):
+                raise FedsimError("it has no releases.")
+            entries = [
+                Entry.from_dict(self._with_law(entry), run if isinstance(run, str) else None)
+                for entry in data["releases"]
+            ]
+            if wrong := [entry for entry in entries if entry.level != self.level]:
+                raise FedsimError(
+                    f"level is {wrong[0].level!r}, in a ledger of {self.level} level."
+                )
+        except FedsimError as error:
+            raise self._changed(f"line {len(self.lines) + 1}: {error}") from None
+        for entry in entries:
+            self._charge(entry)
+        return run, head
+
+    def _charge(self, entry: Entry) -> None:
+        law = entry.event.law
+        if isinstance(law, DeclaredLaw):
+            self._laws[law.digest] = law.to_dict()
+        self.entries.append(entry)
+        for owner in entry.owners:
+            if owner not in self.histories:
+                self.histories[owner] = History()
+            self.histories[owner].add(entry)
+            key = (entry.run, entry.kind, owner)
+            before = self._progress.get(key, RunProgress())
+            self._progress[key] = RunProgress(
+                max(before.last, entry.round or 0), max(before.through, entry.through or 0)
+            )
+
+    def _data(self, entry: Entry) -> dict[str, Any]:
+        """The entry's JSON; a user's law that an earlier line has in full is given by digest."""
+        data, law = entry.to_dict(), entry.event.law
+        if isinstance(law, DeclaredLaw) and law.digest in self._laws:
+            data["event"]["law"] = {"name": NAME, "as": law.digest}
+        return data
+
+    def _with_law(self, data: object) -> dict[str, Any]:
+        """Inverse of `_data`."""
+        if not isinstance(data, dict):
+            raise FedsimError("an entry is no table.")
+        event = data.get("event")
+        law = event.get("law") if isinstance(event, dict) else None
+        if not isinstance(law, dict) or "as" not in law:
+            return data
+        if law["as"] not in self._laws:
+            raise FedsimError("its law is in no earlier line.")
+        return {**data, "event": {**data["event"], "law": self._laws[law["as"]]}}
 
     @property
-    def run(self) -> str:
-        """Unique id of the run that writes the ledger; the same after a resume."""
-        return self.fingerprint([b"run"])
+    def _name(self) -> str:
+        return f"ledger {self.path}" if self.path is not None else "the ledger's state"
 
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """All entries of this ledger, torn lines included."""
-        return tuple(self._entries)
+    def _changed(self, reason: str) -> FedsimError:
+        return FedsimError(
+            f"{self._name}, {reason} A ledger that was changed after it was written proves nothing."
+        )
 
-    @property
-    def charged(self) -> tuple[Entry, ...]:
-        """Charged entries, the archive's first; without torn lines and planned rounds whose
-        releases were recorded later."""
-        return tuple(self.history.effective)
+    # -- checkpoints --------------------------------------------------------------------
 
-    @property
-    def rounds_made(self) -> int:
-        """Number of the last round in this ledger; 0 if there is none."""
-        return max((entry.round or 0 for entry in self.history.of_this_run), default=0)
-
-    def cost(self, delta: float | None = None) -> Cost:
-        """Epsilon charged so far, with its accounting method and the figures to compare it with."""
-        cost = self.history.accountant.cost(self._delta(delta))
-        return replace(cost, releases=self.history.releases)
-
-    def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon charged so far; takes milliseconds for any number of rounds."""
-        return self.history.accountant.epsilon(self._delta(delta))
-
-    def as_of(self, round: int, release: str | None) -> History:
-        """History as of a round, for a resumed run that repeats rounds already in the ledger.
-
-        Parameters
-        ----------
-        round : int
-        release : str or None
-            The run's release digest. Its later rounds are left out if they will be repeated with
-            the same bytes. Rounds with system entropy, and all other entries, stay.
-        """
-
-        def is_repeated(entry: Entry) -> bool:
-            is_later = entry.round is not None and entry.round > round
-            return is_later and entry.release == release is not None and entry.entropy == "config"
-
-        entries = self._entries
-        if not entries or not is_repeated(entries[-1]):
-            return self.history
-        history, run = History(self.history.archived), entries[-1].run
-        for entry in self.history.of_this_run:
-            if entry.run != run or not is_repeated(entry):
-                history.add_unchecked(entry)
-        return history
-
-    def would_exceed(
-        self,
-        event: Entry | Event | GaussianPrivacyEvent,
-        max_epsilon: float | None = None,
-        count: int = 1,
-        *,
-        budget: Budget | None = None,
-    ) -> bool:
-        """Whether a release would exceed a budget; nothing is recorded.
-
-        Parameters
-        ----------
-        event : Entry, Event or GaussianPrivacyEvent
-            An entry that `record` would not charge again costs nothing; its ``sum`` is ignored
-            here (`record` refuses a different one).
-        max_epsilon : float, optional
-            Budget at the ledger's delta, instead of the ledger's own.
-        count : int
-            How often it is released.
-        budget : Budget, optional
-            Budget at a delta of its own; not together with ``max_epsilon``.
-        """
-        if budget is not None and max_epsilon is not None:
-            raise FedsimError(f"max_epsilon is {max_epsilon} beside a budget; give one of the two.")
-        budget = budget or self._budget(max_epsilon)
-        self.refresh()
-        if not isinstance(event, Entry):
-            event = Entry(event=event_of(event, self.declared), level=self.level)
-        planned = replace(event, event=event.event.times(count), sum=None)
-        attempts = (replace(line, sum=None) for line in self.attempts(planned))
-        if any(planned.repeats(line) for line in attempts):
-            return self.epsilon(budget.delta) > budget.epsilon
-        # The line's beginning, with round and event, identifies it; a planned entry may lack facts
-        # that come later in the line.
-        if self.has_fragment_of(planned, upto=',"mechanism":'):
-            planned = replace(planned, settles=True)
-        return self.history.after(planned).epsilon(budget.delta) > budget.epsilon
-
-    def charge_planned(self, stopping: Stopping) -> None:
-        """Charge planned rounds that are not made, since releases have ended the run.
-
-        Calling it again charges nothing more. A resumed run makes these rounds without further
-        cost.
-        """
-        for entry in stopping.lines_of_unmade_rounds(self.history):
-            self.write(entry)
-
-    def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:
-        """The privacy statement in words and numbers; ``stopping`` is as in `Statement.of`."""
-        return Statement.of([self], self._delta(delta), stopping=stopping)
+    def continues(self, end: End) -> bool:
+        """Whether its first lines are those of a ledger that had this end."""
+        return not end.lines or self.heads[end.lines - 1 : end.lines] == [end.head]
 
     def check_continues(self, end: End) -> None:
         """Refuse a ledger that does not extend that of a checkpoint, which had this end.
@@ -311,58 +845,59 @@ class Ledger(LedgerFile):
         FedsimError
             If lines of the checkpoint are missing, or changed.
         """
+        self.refresh()
         if not self.continues(end):
-            raise FedsimError(
-                f"ledger {self.path or 'in memory'} does not continue the checkpoint's, which had "
-                f"{end.lines} lines up to {end.head}; restore the one that the run wrote."
-            )
+            raise self._discontinued(end)
 
-    def _delta(self, delta: float | None) -> float:
-        value = self.delta if delta is None else delta
-        if value is None:
-            raise FedsimError("delta was given neither to the ledger nor to this question.")
-        return value
+    def _discontinued(self, end: End) -> FedsimError:
+        return FedsimError(
+            f"ledger {self.path or 'in memory'} does not continue the checkpoint's, which had "
+            f"{end.lines} lines up to {end.head}; restore the one that the run wrote."
+        )
 
-    # Flower's PrivacyAccountant protocol.
+    def resume(self, end: End, run: str) -> None:
+        """Prepare for a run that is resumed from a checkpoint, at which the ledger had this end.
 
-    @property
-    def config(self) -> PrivacyConfig:
-        """The ledger's settings as Flower's record.
+        A log loses the run's own lines after it, as far back as they are its last lines. Nothing is
+        cut from evidence.
 
         Raises
         ------
         FedsimError
-            If there is no delta, or no declared event with a population.
+            If lines of the checkpoint are missing, or changed.
         """
-        return privacy_config(self.declared, self.delta, self.max_epsilon)
+        self.check_continues(end)
+        if self.header is None or self.header.keeps == "evidence":
+            return
+        if self.path is None:
+            self._keep(self._own_suffix(end, run))
+            return
+        with self._locked() as file:
+            if not self.continues(end):  # another process has cut it since
+                raise self._discontinued(end)
+            count = self._own_suffix(end, run)
+            if count < len(self.lines):
+                file.truncate(sum(len(line) + 1 for line in self.lines[:count]))
+                os.fsync(file.fileno())
+                self._keep(count)
 
-    @property
-    def num_releases(self) -> int:
-        """Mechanism invocations charged."""
-        return self.history.releases
+    def forget_after(self, end: End) -> None:
+        """Read it only up to an end that it had; the file is unchanged."""
+        if end.lines and self.continues(end):
+            self._keep(end.lines)
 
-    def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
-        """Record an event for Flower: without round or run, and without a budget.
+    def _own_suffix(self, end: End, run: str) -> int:
+        """Number of lines that remain without the run's own last ones after a checkpoint."""
+        count = len(self.lines)
+        while count > max(end.lines, 1) and self._runs[count - 1] == run:
+            count -= 1
+        return count
 
-        Independent sampling is then declared by the user, since Flower's own strategies draw a
-        fixed number of clients.
-        """
-        own_event = event_of(event, self.declared).times(count)
-        is_declared = not isinstance(event, Event) and own_event.law.rate < 1
-        is_declared = is_declared and not isinstance(own_event.law, FixedSizeLaw)
-        self.write(Entry(event=own_event, declared_by_user=is_declared))
-
-    def get_epsilon(self, delta: float) -> float:
-        """`epsilon`."""
-        return self.epsilon(delta)
-
-    def get_delta(self, epsilon: float) -> float:
-        """Smallest delta known at this epsilon."""
-        return self.history.accountant.delta(epsilon)
-
-    def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """`cost` as Flower's record."""
-        return privacy_spent(self.cost(delta))
+    def _keep(self, count: int) -> None:
+        """Forget the lines after the first ``count`` ones."""
+        kept = self.lines[:count]
+        self._clear()
+        self._accept(*(line + b"\n" for line in kept))
 
     def state_dict(self) -> dict[str, object]:
         """The ledger's lines, for a checkpoint."""
@@ -385,7 +920,86 @@ class Ledger(LedgerFile):
         data = [line.encode() for line in lines]
         if self.path is None:
             self._clear()
-            if data:
-                self._load(b"\n".join([*data, b""]))
+            self._accept(*(line + b"\n" for line in data))
         elif self.lines[: len(data)] != data:
             raise FedsimError(f"ledger {self.path} does not continue the checkpointed one.")
+
+    # -- Flower's PrivacyAccountant protocol --------------------------------------------
+
+    @property
+    def config(self) -> PrivacyConfig:
+        """The ledger's settings as Flower's record.
+
+        Raises
+        ------
+        FedsimError
+            If there is no delta, or no declared event with a population.
+        """
+        return privacy_config(self.declared, self.delta, self.max_epsilon)
+
+    @property
+    def num_releases(self) -> int:
+        """Mechanism invocations charged."""
+        return self.history.accountant.releases
+
+    def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
+        """Record an event for Flower: without round or run, and without a budget.
+
+        Independent sampling is then declared by the user, since Flower's own strategies draw a
+        fixed number of clients.
+        """
+        own_event = event_of(event, self.declared).times(count)
+        is_declared = not isinstance(event, Event) and own_event.law.rate < 1
+        is_declared = is_declared and not isinstance(own_event.law, FixedSizeLaw)
+        entry = Entry(event=own_event, declared_by_user=is_declared)
+        self._write(lambda: [entry])
+
+    def get_epsilon(self, delta: float) -> float:
+        """`epsilon`."""
+        return self.epsilon(delta)
+
+    def get_delta(self, epsilon: float) -> float:
+        """Smallest delta known at this epsilon."""
+        return self.history.accountant.delta(epsilon)
+
+    def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
+        """`cost` as Flower's record."""
+        return privacy_spent(self.cost(delta))
+
+
+def statement_of(ledgers: Sequence[Ledger], delta: float, place: str | None = None) -> Statement:
+    """The statement over one or more ledgers, all of whose owners have disjoint data.
+
+    Parameters
+    ----------
+    ledgers : sequence of Ledger
+        One, or the ledgers of several nodes.
+    delta : float
+    place : str, optional
+        Description of where several ledgers are.
+    """
+    histories = {
+        id(history): (ledger, owner)
+        for ledger in ledgers
+        for owner, history in ledger.histories.items()
+    }
+    every = [history for ledger in ledgers for history in ledger.histories.values()]
+    worst, entries = History(), []
+    if every:
+        worst = costliest(every, delta)
+        of_worst, owner = histories[id(worst)]
+        entries = [entry for entry in of_worst.entries if owner in entry.owners]
+    single = ledgers[0] if len(ledgers) == 1 and place is None else None
+    if single is not None and single.path is not None:
+        place = str(single.path)
+    return Statement.of(
+        worst,
+        entries,
+        delta,
+        level=ledgers[0].level,
+        owners=len(every),
+        rows=min(filter(None, (history.rows for history in every)), default=None),
+        ledger=place,
+        head="" if single is None or not single.heads else single.head,
+        lines=0 if single is None else len(single.heads),
+    )

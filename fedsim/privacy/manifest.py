@@ -1,10 +1,8 @@
 """The manifest of a run: digests of its files when it ended, so that changes are detected.
 
-``manifest.json`` has the ledger's head and number of lines, SHA-256 digests of the public files
-(model, configs), HMACs of the other files under the run's key (``fingerprint.key``: no unkeyed
-digest is written of anything that may depend on protected data), and the heads of the archived
-ledgers and of the clients' ledgers. It reveals nothing that is not in those files. A signature of
-it (``ledger.sig``) covers them all, and proves what a chain of hashes cannot: who wrote them.
+``manifest.json`` has the SHA-256 digests of model, config and metrics, and the final hash and
+number of lines of the ledgers, which other runs may extend. A signature of it (``ledger.sig``)
+covers them all, and proves what a chain of hashes cannot: who wrote them.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,20 +25,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
-from fedsim.privacy.digest import Fingerprints
-from fedsim.privacy.durable import ARCHIVE
-from fedsim.privacy.ledger_lines import GENESIS, End
+from fedsim.privacy.laws.base import Level
+from fedsim.privacy.ledger import End, Ledger
 from fedsim.privacy.records import read_record, to_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-KEYED = ("metrics.csv", "summary.json", "done")
-"""Files that enter the manifest by an HMAC."""
-LEDGER = "ledger.jsonl"
-"""Enters by an HMAC too: its notes are covered by no hash of its lines."""
-
-_HASHED = ("model.safetensors", "config.toml")
-_HASH = re.compile(rb'"hash":"([0-9a-f]{64})"')
+HASHED = ("model.safetensors", "config.toml", "metrics.csv")
+"""Files whose digests a manifest has."""
 
 
 @dataclass(frozen=True)
@@ -50,54 +41,35 @@ class Manifest:
 
     Attributes
     ----------
-    ledger : End
-    sha256 : mapping of path to digest
-        Digests of model and config, and of the configs of overwritten runs.
-    hmac : mapping of path to HMAC
-        HMACs of those files of `KEYED` that exist, and of the ledger (not in older manifests).
-    archive : mapping of path to End
-        Ends of the ledgers of overwritten runs.
-    clients : mapping of client id to End
-        Ends of the clients' ledgers (example level), if they are on this machine.
+    sha256 : mapping of file name to digest
+        Digests of those of `HASHED` that exist.
+    ledgers : mapping of level to End
+        Ends of the server's ledger (``client``) and of the clients' (``example``).
     """
 
-    ledger: End
     sha256: Mapping[str, str]
-    hmac: Mapping[str, str]
-    archive: Mapping[str, End] = field(default_factory=dict)
-    clients: Mapping[str, End] = field(default_factory=dict)
+    ledgers: Mapping[Level, End]
 
     @classmethod
-    def of(cls, run: Path, clients: Path | None, fingerprints: Fingerprints) -> Self:
+    def of(cls, run: Path, ledgers: Mapping[Level, Path]) -> Self:
         """The manifest of a run's directory in its present state.
 
         Parameters
         ----------
         run : path
-        clients : path or None
-            Directory of the clients' ledgers.
-        fingerprints : Fingerprints
-            HMACs under the run's key.
+        ledgers : mapping of level to path
+            The run's ledgers; one that does not exist is left out.
 
         Raises
         ------
         OSError
             If a file cannot be read.
+        FedsimError
+            If a ledger is damaged.
         """
-        ledgers = {} if clients is None else {_client(p): p for p in clients.glob("client-*.jsonl")}
-        archived = sorted((run / ARCHIVE).rglob("*.jsonl"))
-        plain = [run / name for name in _HASHED if (run / name).is_file()]
-        plain += sorted((run / ARCHIVE).glob(f"*/{_HASHED[1]}"))
         return cls(
-            ledger=end_of(run / LEDGER),
-            sha256={_relative_name(run, path): file_digest(path) for path in plain},
-            hmac={
-                name: fingerprints.of([name.encode(), regular_files.read_bytes(run / name)])
-                for name in (*KEYED, LEDGER)
-                if (run / name).is_file()
-            },
-            archive={_relative_name(run, path): end_of(path) for path in archived},
-            clients={client: end_of(path) for client, path in sorted(ledgers.items())},
+            {name: file_digest(run / name) for name in HASHED if (run / name).is_file()},
+            {level: Ledger.read(path).end for level, path in ledgers.items() if path.is_file()},
         )
 
     def to_json(self) -> str:
@@ -117,34 +89,17 @@ class Manifest:
             data = json.loads(regular_files.read_text(path))
         except FileNotFoundError:
             raise FedsimError(
-                "there is none: it was deleted, or the run was killed or made by an older fedsim; "
-                "`fedsim run ... --resume` writes one."
+                "there is none: it was deleted, or the run was killed; `fedsim run ... --resume` "
+                "writes one."
             ) from None
         except (OSError, ValueError, RecursionError):
             raise FedsimError("it is not one that fedsim wrote.") from None
-        if isinstance(data, dict) and (version := data.pop("format", FORMAT)) != FORMAT:
+        if isinstance(data, dict) and (version := data.pop("format", None)) != FORMAT:
             raise FedsimError(
                 f"its format is {version!r}; this fedsim reads {FORMAT}: verify the run with the "
                 "fedsim that made it."
             )
         return read_record(cls, data, "the manifest")
-
-
-def end_of(path: Path) -> End:
-    """End of a ledger of any format, from its last complete line; nothing else is checked."""
-    if not path.is_file():
-        return End(GENESIS, 0)
-    lines = regular_files.read_bytes(path).split(b"\n")[:-1]
-    hashes = _HASH.findall(lines[-1]) if lines else []
-    return End(hashes[-1].decode() if hashes else GENESIS, len(lines))
-
-
-def _relative_name(run: Path, path: Path) -> str:
-    return path.relative_to(run).as_posix()
-
-
-def _client(path: Path) -> str:
-    return path.stem.removeprefix("client-")
 
 
 def file_digest(path: Path) -> str:
@@ -153,7 +108,6 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-SIGNATURE_FORMAT = 3
 # A prefix of the signed bytes: a signature that the key gave for another purpose is not valid here.
 _SIGNED = b"fedsim manifest of a run, signed\n"
 LEDGER_KEY = "FEDSIM_LEDGER_KEY"
@@ -211,8 +165,7 @@ def signing_key(setting: str) -> Ed25519PrivateKey | None:
 
 def signature(key: Ed25519PrivateKey, manifest: bytes) -> str:
     """Signature of a run's manifest, as a line of JSON."""
-    signed = {"format": SIGNATURE_FORMAT, "signature": key.sign(_SIGNED + manifest).hex()}
-    return json.dumps(signed, separators=(",", ":")) + "\n"
+    return json.dumps({"signature": key.sign(_SIGNED + manifest).hex()}) + "\n"
 
 
 def check_signature(text: str, public: Path, manifest: bytes) -> str | None:
@@ -231,12 +184,6 @@ def check_signature(text: str, public: Path, manifest: bytes) -> str | None:
         raise _no_key("--public-key", public)
     try:
         signed = json.loads(text)
-        if signed.get("format", 2) != SIGNATURE_FORMAT:
-            return (
-                f"the signature has format {signed.get('format', 2)} and this fedsim reads "
-                f"{SIGNATURE_FORMAT}; older formats sign only the ledger's head: `fedsim run ... "
-                "--resume` with the key signs all of it"
-            )
         key.verify(bytes.fromhex(signed["signature"]), _SIGNED + manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "the signature's file is not one that fedsim wrote"

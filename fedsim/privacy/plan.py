@@ -29,7 +29,7 @@ from fedsim.privacy.laws import (
     declared_population,
 )
 from fedsim.privacy.laws.base import check_level, is_shipped
-from fedsim.privacy.laws.correlated import CorrelatedLaw, ExtendedLaw, Extension
+from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import one_gaussian, unamplified
 from fedsim.privacy.noise import Correlated, Noise
 from fedsim.settings import Ge, Gt, check_settings
@@ -125,8 +125,9 @@ class ReleasePlan(Generic[BoundT]):
     The law decides how rounds are charged: each round separately; several consecutive rounds, of
     which a row can be in one, together before the first of them; or all rounds together before
     round 1, if they share draws or a row is in a fixed number of them. `event` is that cost, and
-    `charge` is the part of it in a round's ledger line. A plan is `closed` if no further round may
-    follow, and `charged_ahead` if, in addition, a plan of fewer rounds would have cost less.
+    `charge` is the part of it in a round's ledger line. A plan is `closed` if its rounds are fixed
+    before the first, so that all are charged before it and no further round may follow: also one
+    whose releases may end it. It is `charged_ahead` if a plan of fewer rounds would have cost less.
 
     Parameters
     ----------
@@ -144,8 +145,8 @@ class ReleasePlan(Generic[BoundT]):
     cohort_known : bool
         Whether the adversary knows which clients were sampled, as a server does. There is then
         no amplification.
-    extension : Extension, optional
-        Set if the plan was first charged with fewer rounds.
+    may_stop : bool
+        Whether what is released may end the run before its last round.
 
     Raises
     ------
@@ -160,7 +161,7 @@ class ReleasePlan(Generic[BoundT]):
     rounds: Annotated[int | None, Ge(1)] = None
     releases: Annotated[int, Ge(1)] = 1
     cohort_known: bool = False
-    extension: Extension | None = None
+    may_stop: bool = False
 
     def __post_init__(self) -> None:
         for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
@@ -175,6 +176,11 @@ class ReleasePlan(Generic[BoundT]):
                 "have the attribute guarantee, 'gaussian' or 'none'."
             )
         check_settings(self)
+        if self.may_stop and self.rounds is None:
+            raise FedsimError(
+                "may_stop is True, and the plan has no number of rounds; it must be given, since "
+                "all of them are charged before the first."
+            )
         check_level(self.level, self.sampler.adjacency, allowed=("zero-out",))
         if self.noise.multiplier:
             refuse_noise(self.bound, f"{self._noise_table}.multiplier", self.noise.multiplier)
@@ -274,8 +280,8 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def closed(self) -> bool:
-        """Whether no round may follow: the plan is charged as a whole, or rounds share draws."""
-        if self.noise.correlated:
+        """Whether its rounds are fixed before the first: no round may follow them."""
+        if self.may_stop or self.noise.correlated:
             return True
         # A law of groups in turn is charged one cycle at a time, so further cycles may follow.
         return self.rounds is not None and self.sampler.horizon is not None
@@ -283,39 +289,42 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def charged_ahead(self) -> bool:
         """Whether round 1 is charged for all rounds, and a plan of fewer rounds would cost less."""
+        return self.may_stop or self._is_one_gaussian
+
+    @property
+    def _is_one_gaussian(self) -> bool:
+        """Whether all rounds together are one Gaussian, whose sensitivity grows with them."""
         law = self.event().law
         return isinstance(law, CorrelatedLaw) and law.rate == 1
 
-    def charge(self, round: int, attempt: int = 0) -> Event:
+    @property
+    def separable(self) -> bool:
+        """Whether each round is a release of its own, so that fewer rounds are charged as such."""
+        if self.level == "example":
+            return True
+        return self.event().law.rounds == 1 and not self.noise.correlated
+
+    def charge(self, round: int, *, redrawn: bool = False) -> Event:
         """The event in the ledger line of a round.
 
         Parameters
         ----------
         round : int
             From 1 on. If one event covers several rounds, the first of them is charged, and the
-            others have count 0. The first round after an extension is charged the additional cost
-            of the longer plan.
-        attempt : int
-            How often the round has been drawn already, with different data.
+            others have count 0; if releases may end the run, the first one is charged for all.
+        redrawn : bool
+            Whether the round has been drawn before, with other draws: it costs one more release,
+            without amplification where rounds are not independent.
         """
         event = self.event()
-        if event.law.rounds == 1:
-            return event
-        if attempt:  # one more release, on draws that are not independent of the covered rounds'
+        if redrawn:
+            if event.law.rounds == 1:
+                return event
             law = event.law.redrawn or one_gaussian(event.law)
             return replace(event, law=law, count=1)
-        begins = 1
-        if self.extension is not None and round > self.extension.after:
-            event = replace(event, law=self._extended_law(self.extension.rounds))
-            begins = self.extension.after + 1
-        return event if (round - begins) % event.law.rounds == 0 else event.times(0)
-
-    def _extended_law(self, rounds: int) -> ExtendedLaw:
-        """Law of the additional cost over a plan of ``rounds`` rounds that has been charged."""
-        law, shorter = self.law, replace(self, rounds=rounds).law
-        return ExtendedLaw(
-            base=law, shorter=shorter, population=law.population, adjacency=law.adjacency
-        )
+        if self.may_stop:
+            return event.over(self.rounds or 1) if round == 1 else event.times(0)
+        return event if (round - 1) % event.law.rounds == 0 else event.times(0)
 
     def event(self) -> Event:
         """Event of one round, or of as many rounds as the law covers."""
@@ -346,7 +355,7 @@ class ReleasePlan(Generic[BoundT]):
     def _prefix_event(self, rounds: int) -> Event:
         """Event of the first ``rounds`` rounds, if their number was fixed in advance."""
         event, noise = self.event().over(rounds), self.noise
-        if not (self.charged_ahead and isinstance(noise, Correlated)):
+        if not (self._is_one_gaussian and isinstance(noise, Correlated)):
             return event
         participation = noise.known_participation
         prefix = participation.first(min(rounds, participation.rounds))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from fedsim.arguments import check_arguments
-from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.accountant import Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
-from fedsim.privacy.claims import FIXED, Extrapolation, Stopping, costliest
-from fedsim.privacy.entry import Entry
+from fedsim.privacy.claims import Extrapolation
+from fedsim.privacy.entry import Entry, History
+from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Adjacency, Level
-from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.records import json_value
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
@@ -61,30 +61,23 @@ class Statement:
     level : "client" or "example"
         What is protected: a client with all its data, or one example.
     charged : tuple of Entry
-        Entries that are charged.
-    planned : Accountant
-        Composition of these and of all rounds still planned.
+        Entries that are charged to the owner that has spent most.
+    events : tuple of Event
+        Their events, each with its number of invocations.
     tradeoff : TradeOff
-        Bound on membership-inference attacks, for ``planned``.
-    ledgers : int
-        Number of ledgers: one for each client at example level.
+        Bound on membership-inference attacks.
+    owners : int
+        Number of clients with a history of their own, at example level.
     rows : int or None
         Clients of the declared population, or examples of the smallest client; None if unknown.
-    before : int
-        Charged releases that are in archived ledgers of earlier runs.
-    this_run : Cost or None
-        Cost without those; None if there are none.
     ledger : str or None
         Path of the ledger or ledgers; None if it is in memory only.
     head : str
-        Hash of the ledger's last line; empty if there is no line, an incomplete last one, or more
-        than one ledger.
+        Hash of the ledger's last line; empty if there is no line, or more than one ledger.
     lines : int
         Number of the ledger's lines.
     note : str
         An additional sentence.
-    stopping : Stopping
-        Whether releases might end the run early, and its planned rounds.
     extrapolated : Extrapolation or None
         Cost of a hypothetical larger cohort, whose noise on the mean the run has simulated.
     """
@@ -92,63 +85,39 @@ class Statement:
     cost: Cost
     level: Level
     charged: tuple[Entry, ...] = field(repr=False)
+    events: tuple[Event, ...] = field(repr=False)
     tradeoff: TradeOff = field(repr=False, compare=False)
-    planned: Accountant = field(repr=False, compare=False)
-    ledgers: int = 1
+    owners: int = 1
     rows: int | None = None
-    before: int = 0
-    this_run: Cost | None = None
     ledger: str | None = None
     head: str = ""
     lines: int = 0
     note: str = ""
-    stopping: Stopping = FIXED
     extrapolated: Extrapolation | None = None
 
     @classmethod
     def of(
-        cls,
-        ledgers: Sequence[LedgerFile],
-        delta: float,
-        place: str | None = None,
-        *,
-        stopping: Stopping = FIXED,
+        cls, worst: History, entries: Sequence[Entry], delta: float, *, level: Level, **facts: Any
     ) -> Self:
-        """The statement over one or more ledgers whose owners have disjoint data.
-
-        Figures for attacks and groups are for all planned rounds.
+        """The statement over the history of the owner that has spent most.
 
         Parameters
         ----------
-        ledgers : sequence of Ledger
-            One at client level, one for each client at example level.
+        worst : History
+        entries : sequence of Entry
+            The entries in that history.
         delta : float
-        place : str, optional
-            Description of where several ledgers are.
-        stopping : Stopping
-            Whether releases might end the run; by default its rounds were fixed in advance.
+        level : "client" or "example"
+        **facts
+            Further fields of the statement.
         """
-        worst = costliest([ledger.history for ledger in ledgers], delta, stopping)
-        planned = stopping.planned(worst)
-        this_run = worst.without_archive() if worst.archived else None
-        single = ledgers[0] if len(ledgers) == 1 and place is None else None
-        heads = [] if single is None or single.ends_incomplete else single.heads
-        if single is not None and single.path is not None:
-            place = str(single.path)
         return cls(
-            cost=stopping.cost(worst, delta),
-            level=ledgers[0].level,
-            charged=tuple(worst.effective),
-            tradeoff=tradeoff(planned),
-            planned=planned,
-            ledgers=len(ledgers),
-            rows=min(filter(None, (ledger.history.rows for ledger in ledgers)), default=None),
-            before=sum(entry.event.count for entry in worst.archived if entry.kind != "planned"),
-            this_run=None if this_run is None else stopping.cost(this_run, delta),
-            ledger=place,
-            head=heads[-1] if heads else "",
-            lines=len(single.heads) if single is not None else 0,
-            stopping=stopping,
+            cost=worst.accountant.cost(delta),
+            level=level,
+            charged=tuple(entries),
+            events=tuple(event.times(count) for event, count in worst.counts.items()),
+            tradeoff=tradeoff(worst.accountant),
+            **facts,
         )
 
     def of_operator(self) -> Self:
@@ -176,19 +145,9 @@ class Statement:
         return math.isfinite(self.cost.epsilon)
 
     @property
-    def of_run(self) -> int:
-        """Number of releases of this run, without earlier ones."""
-        return self.cost.releases - self.before
-
-    @property
     def simulated(self) -> bool:
         """Whether some noise follows from the config's seed, which is no secret."""
         return any(entry.entropy == "config" for entry in self.charged)
-
-    @property
-    def torn(self) -> int:
-        """Number of torn lines, each counted as a release."""
-        return sum(entry.kind == "torn" for entry in self.charged)
 
     @property
     def samplers(self) -> tuple[str, ...]:
@@ -216,7 +175,6 @@ class Statement:
             return [
                 "No privacy guarantee: at least one release was made without sufficient noise, so "
                 f"epsilon is infinite at {self.level} level.",
-                *self._archive(),
                 *self._ledger_sentences(),
             ]
         return [
@@ -224,20 +182,18 @@ class Statement:
             self.tradeoff.sentence(),
             *adversary(self.charged, self.level, self.delta),
             *public_facts(self.charged, self.level),
-            *self._archive(),
-            *self._provisos(),
             f"Not covered: {'; '.join(NOT_COVERED)}.",
             *self._ledger_sentences(),
         ]
 
     def _guarantee(self) -> list[str]:
         # Each of several rounds that are charged together counts as one release.
-        events = [entry.event for entry in self.charged if entry.kind != "planned"]
+        events = [entry.event for entry in self.charged]
         releases = sum(1 if event.law.rounds > 1 else event.count for event in events)
         cost, many = self.cost, releases != 1
         simulated = ", simulated" if self.simulated else ""
         simulated += ", as the user declares" if self.declared else ""
-        costliest_client = " for the client that has spent most" if self.ledgers > 1 else ""
+        costliest_client = " for the client that has spent most" if self.owners > 1 else ""
         row = "client with all its data" if self.level == "client" else "example"
         neighbours = _ADJACENCIES[cost.adjacency].format(row=row)
         if self.level == "example":
@@ -280,52 +236,13 @@ class Statement:
         return f"the sequence of global models{metrics}"
 
     def _end(self) -> list[str]:
-        times, left = self.stopping.possible_ends, self.stopping.rounds_left
-        if times:
-            return [
-                f"Released values may end the run after any of {times:,} rounds. Epsilon is the "
-                f"smaller of that of the rounds made, at delta / {2 * times:,}, and that of all "
-                "planned rounds (or a smaller budget), at delta / 2: it holds whichever round is "
-                "the last. Figures for attacks and groups are for all planned rounds."
-            ]
-        if left:
-            return [
-                f"Released values ended the run {left:,} rounds before its planned end, which was "
-                "not declared before by stop.metric or stop.callbacks: epsilon and the figures for "
-                "attacks and groups are for all planned rounds, or a smaller budget."
-            ]
-        if any(entry.kind == "planned" for entry in self.charged):
-            return [
-                "Released values ended a run before its planned end: epsilon and the figures for "
-                "attacks and groups are for all its planned rounds, or a smaller budget."
-            ]
-        return []
-
-    def _archive(self) -> list[str]:
-        if self.this_run is None:
+        rounds = [entry.through for entry in self.charged if entry.through]
+        if not rounds:
             return []
-        epsilon = self.this_run.epsilon
-        own_epsilon = f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite"
         return [
-            f"{self.before:,} of the releases were made by earlier runs, whose ledgers are "
-            f"archived beside this one and count; this run's own would be epsilon {own_epsilon}."
+            f"What was released may have ended the run: all rounds up to {max(rounds):,} are "
+            "charged, whichever was the last."
         ]
-
-    def _provisos(self) -> list[str]:
-        sentences = []
-        if any(entry.version == 1 for entry in self.charged):
-            sentences.append(
-                "Part of the ledger is of format 1"
-                + (
-                    ", which claimed add-remove; it is read as zero-out, with the number of every "
-                    "client's examples public."
-                    if self.level == "example"
-                    else ": each of its releases is charged, also where a run repeated one."
-                )
-            )
-        if self.torn:
-            sentences.append(f"{self.torn} incomplete ledger line(s) are counted as releases.")
-        return sentences
 
     def _ledger_sentences(self) -> list[str]:
         sentences = [self.note] if self.note else []
@@ -356,12 +273,8 @@ class Statement:
             "advantage": self.tradeoff.advantage,
             "mu": self.tradeoff.mu,
             "releases": cost.releases,
-            "releases-before": self.before,
-            "own-epsilon": None if self.this_run is None else self.this_run.epsilon,
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.charged}),
-            "torn": self.torn,
-            "stops": self.stopping.possible_ends,
             "covers": self.covers,
             "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
             "public": public_facts(self.charged, self.level),

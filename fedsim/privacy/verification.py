@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,14 @@ from safetensors import SafetensorError, safe_open
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.privacy.claims import FIXED, Stopping
-from fedsim.privacy.client_ledgers import ClientLedgers, run_of
-from fedsim.privacy.digest import Fingerprints
-from fedsim.privacy.entry import History
-from fedsim.privacy.ledger import Ledger
-from fedsim.privacy.ledger_lines import End
-from fedsim.privacy.manifest import (
-    KEYED,
-    LEDGER,
-    MANIFEST,
-    Manifest,
-    check_signature,
-    file_digest,
-)
+from fedsim.privacy.claims import costliest
+from fedsim.privacy.entry import Entry, History
+from fedsim.privacy.laws.base import Level
+from fedsim.privacy.ledger import End, Ledger
+from fedsim.privacy.manifest import MANIFEST, Manifest, check_signature, file_digest
 
 METADATA = "fedsim"
 """Key in a model file's metadata under which its ledger's end is stored."""
-
-_METRICS = KEYED[0]
 
 # Rows whose epsilon is recomputed, evenly spread; the manifest covers all rows.
 _COMPUTED = 200
@@ -70,66 +59,73 @@ def checked(subject: str, compare: Callable[[], str], path: Path | None = None) 
 
 def verify(
     directory: Path,
-    delta: float,
-    clients: Path | None = None,
-    public_key: Path | None = None,
+    ledgers: Mapping[Level, Path],
+    deltas: Mapping[Level, float],
     *,
-    examples_delta: float | None = None,
-    stopping: Stopping = FIXED,
+    run: str | None = None,
+    public_key: Path | None = None,
 ) -> list[FileCheck]:
-    """Compare the files in a run's directory with its ledger, its manifest and a signature.
+    """Compare the files in a run's directory with its ledgers, its manifest and a signature.
 
-    Chain, manifest, model, config and metrics are always checked; a file that is missing,
-    unreadable or shorter than the ledger fails.
+    Chains, manifest, model, config and metrics are always checked; a file that is missing,
+    unreadable or shorter than the ledger fails. What else lies there is not covered.
 
     Parameters
     ----------
     directory : path
         Directory of the run.
-    delta : float
-        Delta of the epsilons in its metrics.
-    clients : path, optional
-        Directory of its clients' ledgers.
+    ledgers : mapping of level to path
+        The server's ledger (``client``), and the clients' (``example``) if they have one.
+    deltas : mapping of level to float
+        Deltas of the epsilons in its metrics.
+    run : str, optional
+        The run's id, by which its lines are known in a ledger that several runs share.
     public_key : path, optional
         Public key of the signature that there must be.
-    examples_delta : float, optional
-        Delta of the examples' epsilons in its metrics, if it is another.
-    stopping : Stopping
-        How the run may end early, as it was before the first round.
 
     Raises
     ------
     FedsimError
         If a ledger cannot be read.
     """
-    ledger = Ledger.read(directory / LEDGER)
+    opened = {level: Ledger.read(path) for level, path in ledgers.items()}
+    server = opened["client"]
     manifest: Manifest | None = None
     rows: list[dict[str, str]] = []
 
     def compare_manifest() -> str:
         nonlocal manifest
         manifest = Manifest.read(directory / MANIFEST)
-        return _compare_end(manifest.ledger, ledger)
+        if set(manifest.ledgers) != set(opened):
+            named = " and ".join(sorted(manifest.ledgers)) or "no"
+            raise FedsimError(f"it names {named} ledgers, and there are {' and '.join(opened)}.")
+        found = [_compare_end(manifest.ledgers[level], opened[level]) for level in opened]
+        return found[0]
 
     def compare_metrics() -> str:
-        rows.extend(_rows(directory / _METRICS))
-        return _compare_metrics(rows, ledger, delta, stopping)
+        rows.extend(_rows(directory / "metrics.csv"))
+        reached = max((e.round or 0 for e in _of_run(server, run)), default=0)
+        if int(rows[-1]["round"] if rows else 0) != reached:
+            raise FedsimError(
+                f"the rows end at round {rows[-1]['round'] if rows else 0}, and the ledger at "
+                f"round {reached}; rows are missing or of another run (one that was interrupted "
+                "is complete once it is resumed)."
+            )
+        found = f"{len(rows)} row{'s' * (len(rows) != 1)} up to round {reached}"
+        columns = {"client": "epsilon", "example": "example-epsilon"}
+        for level, ledger in opened.items():
+            found += _compare_epsilons(rows, columns[level], ledger, run, deltas[level])
+        return _compare_bytes(directory / "metrics.csv", manifest, found)
 
     model, config = directory / "model.safetensors", directory / "config.toml"
-    checks = [
-        FileCheck("chain", True, _chain(ledger)),
+    subjects = {"client": "chain", "example": "chain of examples"}
+    checks = [FileCheck(subjects[level], True, _chain(ledger)) for level, ledger in opened.items()]
+    checks += [
         checked("manifest", compare_manifest, directory / MANIFEST),
-        checked("model", lambda: _compare_model(model, ledger, manifest), model),
+        checked("model", lambda: _compare_model(model, server, manifest), model),
         checked("config", lambda: _compare_config(config, manifest), config),
-        checked("metrics", compare_metrics, directory / _METRICS),
+        checked("metrics", compare_metrics, directory / "metrics.csv"),
     ]
-    if manifest is not None:
-        checks += _other_files(directory, clients, manifest)
-    if clients is not None or (manifest is not None and manifest.clients):
-        place = directory / "clients" if clients is None else clients
-        opened = ClientLedgers(place, delta=examples_delta or delta, read_only=True)
-        of_run = replace(stopping, run=run_of(ledger))
-        checks += _client_ledgers(opened, rows, manifest, of_run)
     if public_key is not None:
         fault = _wrong_signature(directory, public_key)
         checks.append(FileCheck("signature", fault is None, fault or f"is that of {public_key}"))
@@ -137,17 +133,15 @@ def verify(
 
 
 def _chain(ledger: Ledger) -> str:
-    lines = f"{len(ledger.heads)} lines"
-    if ledger.ends_incomplete:
-        return f"{lines}, the last of which is incomplete and is charged; it has no hash on disk"
-    return f"{lines}, final hash {ledger.head}"
+    return f"{len(ledger.heads)} lines, final hash {ledger.head}"
 
 
 def _compare_end(end: End, ledger: Ledger) -> str:
+    """Compare a ledger's end when the run ended with the ledger, which other runs may extend."""
     if end == ledger.end:
         return "names this ledger's final hash and number of lines"
     if ledger.continues(end):
-        raise FedsimError(f"it names line {end.lines}; the ledger has {len(ledger.heads)}.")
+        return f"names line {end.lines} of this ledger, which other runs have extended"
     raise FedsimError(f"it names {end.lines} lines and final hash {end.head}, not this ledger's.")
 
 
@@ -179,133 +173,60 @@ def _compare_bytes(path: Path, manifest: Manifest | None, found: str) -> str:
     return f"{found}; has the digest that the manifest names"
 
 
-def _other_files(directory: Path, clients: Path | None, manifest: Manifest) -> Iterator[FileCheck]:
-    """Checks of the run's other files, and of its archive, against the manifest."""
-    try:
-        current = Manifest.of(directory, clients, Fingerprints(directory, read_only=True))
-    except (OSError, FedsimError) as error:
-        yield FileCheck("files", False, f"they cannot be compared with the manifest: {error}")
-        return
-    changes = _changes(manifest.hmac, current.hmac)
-    for name in KEYED:
-        if name in manifest.hmac or name in changes:
-            match = "has the HMAC that the manifest names"
-            yield FileCheck(name, name not in changes, changes.get(name, match))
-    if LEDGER in manifest.hmac and LEDGER in changes and current.ledger == manifest.ledger:
-        words = "what its hashes do not cover (notes, a torn line) was changed since the run ended"
-        yield FileCheck(LEDGER, False, words)
-    configs = [name for name in _changes(manifest.sha256, current.sha256) if "/" in name]
-    if changed := sorted([*configs, *_changes(manifest.archive, current.archive)]):
-        yield FileCheck("archive", False, f"missing, changed or added: {', '.join(changed)}")
-    elif manifest.archive:
-        many = f"{len(manifest.archive)} ledger{'s' * (len(manifest.archive) > 1)} of earlier runs"
-        yield FileCheck("archive", True, f"holds the {many} that the manifest names")
+def _of_run(ledger: Ledger, run: str | None) -> list[Entry]:
+    return [entry for entry in ledger.entries if run is None or entry.run == run]
 
 
-def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
-    """What happened to each file that is not as it was when the run ended, by name."""
-    return {
-        name: f"{'missing' if name not in now else 'changed' if name in before else 'added'} "
-        "since the run ended"
-        for name in {*before, *now}
-        if before.get(name) != now.get(name)
-    }
-
-
-def _compare_metrics(
-    rows: Sequence[dict[str, str]], ledger: Ledger, delta: float, stopping: Stopping
+def _compare_epsilons(
+    rows: Sequence[dict[str, str]], column: str, ledger: Ledger, run: str | None, delta: float
 ) -> str:
-    """Compare metrics.csv's rounds, and the epsilon spent after each, with the ledger.
-
-    A row was written when its round's last line was the ledger's last line, apart from lines of
-    later rounds that a resumed run found there already.
-    """
-    entries = [entry for entry in ledger.history.of_this_run if entry.round is not None]
-    last = entries[-1].round if entries else 0
-    reached = int(rows[-1]["round"]) if rows else 0
-    if reached != last:
-        raise FedsimError(
-            f"the rows end at round {reached}, and the ledger at round {last}; rows are "
-            "missing or of another run (one that was interrupted is complete once it is resumed)."
-        )
-    total = ledger.epsilon(delta)
-    summary = f"{len(rows)} row{'s' * (len(rows) != 1)} up to round {last}"
-    if math.isinf(total):
-        return summary
-    stated = total
-    is_torn = any(entry.kind == "torn" for entry in ledger.entries)
+    """Compare the epsilon spent after each round with the ledger; empty without a guarantee."""
+    if math.isinf(ledger.epsilon(delta)) or not _of_run(ledger, run):
+        return ""
     by_round = {int(row["round"]): row for row in rows}
-    for number, spent in _spent_by_round(ledger, delta, stopping):
+    stated = 0.0
+    for number, low, high in _spent_by_round(ledger, run, delta):
         row = by_round.get(number)
-        if row is None or not row.get("epsilon"):
-            raise FedsimError(f"round {number} has no row with an epsilon.")
-        stated = float(row["epsilon"])
-        # A torn line may have been charged when a row was written, and settled since.
-        upper = max(total, spent) if is_torn else spent
-        if not spent * (1 - 1e-6) <= stated <= upper * (1 + 1e-6):
+        if row is None or not row.get(column):
+            raise FedsimError(f"round {number} has no row with an {column}.")
+        stated = float(row[column])
+        if not low * (1 - 1e-6) <= stated <= high * (1 + 1e-6):
             raise FedsimError(
-                f"epsilon is {stated:.6g} after round {number}; by the ledger it is {spent:.6g}."
+                f"{column} is {stated:.6g} after round {number}; by the ledger it is {low:.6g}."
             )
-    return f"{summary}, epsilon {stated:.6g}"
+    return f", {column} {stated:.6g}"
 
 
 def _spent_by_round(
-    ledger: Ledger, delta: float, stopping: Stopping
-) -> Iterator[tuple[int, float]]:
-    """Rounds of this run, about `_COMPUTED` of them, and epsilon as of the last line of each.
+    ledger: Ledger, run: str | None, delta: float
+) -> Iterator[tuple[int, float, float]]:
+    """Rounds of a run, about `_COMPUTED` of them, and epsilon as of the last line of each.
 
-    If releases may end the run, only the last round: epsilon then depends on the planned number
-    of rounds, which may have been raised after earlier rows were written.
+    A row was written after its round's last line and before the run's next one. Other runs may
+    have written in between: epsilon lies between the two figures.
     """
-    history = History(ledger.history.archived)
-    entries = ledger.history.of_this_run
-    last = {entry.round: index for index, entry in enumerate(entries) if entry.round is not None}
-    rounds = sorted(last)
-    computed = set(rounds[-1:])
-    if not stopping.possible_ends:
-        computed |= set(rounds[:: max(1, len(rounds) // _COMPUTED)])
-    for index, entry in enumerate(entries):
-        history.add_unchecked(entry)
-        if entry.round in computed and last[entry.round] == index:
-            yield entry.round, stopping.after(entry.round).epsilon(history, delta)
+    own = [i for i, e in enumerate(ledger.entries) if run is None or e.run == run]
+    after = dict(zip(own, [*own[1:], len(ledger.entries)], strict=True))
+    last = {ledger.entries[i].round: i for i in own if ledger.entries[i].round}
+    rounds = sorted(number for number in last if number)
+    computed = {*rounds[:: max(1, len(rounds) // _COMPUTED)], *rounds[-1:]}
+    ends = {last[number]: number for number in computed}
+    histories: dict[int | None, History] = {}
 
+    def charge(entries: Sequence[Entry], to: dict[int | None, History]) -> float:
+        for entry in entries:
+            for owner in entry.owners:
+                to.setdefault(owner, History()).add(entry)
+        return costliest([*to.values()], delta).accountant.epsilon(delta)
 
-def _client_ledgers(
-    clients: ClientLedgers,
-    rows: Sequence[dict[str, str]],
-    manifest: Manifest | None,
-    stopping: Stopping,
-) -> Iterator[FileCheck]:
-    """Checks of the clients' ledgers, which later runs may have extended, but not shortened."""
-    ledgers = clients.with_releases()
-    named = {} if manifest is None else manifest.clients
-    place = clients.directory or Path()
-    missing = [name for name in named if not (place / f"client-{name}.jsonl").is_file()]
-    are_extended = manifest is None
-    try:
-        if missing:
-            raise FedsimError(
-                f"the manifest names ledgers of clients {', '.join(missing)}, which are missing in "
-                f"{place}; restore them, there or in client.state-dir."
-            )
-        for client, end in named.items():
-            clients.of(int(client)).check_continues(end)
-            are_extended |= clients.of(int(client)).end != end
-        summary = f"{len(ledgers)} ledgers in {place}"
-        yield FileCheck("clients' chains", True, summary)
-    except (FedsimError, ValueError) as error:
-        yield FileCheck("clients' chains", False, str(error))
-    stated = [float(row["example-epsilon"]) for row in rows if row.get("example-epsilon")]
-    if not stated or not ledgers:
-        return
-    spent = clients.epsilon(stopping=stopping.after(int(rows[-1]["round"])))
-    # Later runs may only have added to what was spent.
-    passed = stated[-1] <= spent * (1 + 1e-6)
-    passed &= are_extended or math.isclose(stated[-1], spent, rel_tol=1e-6)
-    summary = f"the examples' epsilon is {stated[-1]:.6g}"
-    yield FileCheck(
-        "metrics", passed, summary if passed else f"{summary}; by their ledgers it is {spent:.6g}."
-    )
+    start = 0
+    for index in sorted(ends):
+        low = high = charge(ledger.entries[start : index + 1], histories)
+        start = index + 1
+        if after[index] > start:
+            high = charge(ledger.entries[start : after[index]], histories)
+            start = after[index]
+        yield ends[index], low, high
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

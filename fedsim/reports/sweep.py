@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -13,15 +13,17 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from fedsim.config import Scalar
-from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
-from fedsim.privacy.claims import Stopping, shared_cost
-from fedsim.privacy.entry import History
+from fedsim.config.plan import local_work, planned_releases
+from fedsim.privacy import Accountant, Cost
 from fedsim.reports.charts import Bars, Line, Lines
 from fedsim.reports.pictures import picture
 from fedsim.reports.seed_groups import SeedGroup, Spread
 from fedsim.runs.callbacks import Measure
+from fedsim.runs.data_split import resolve_data
+from fedsim.runs.factories import example_privacy
 from fedsim.runs.metrics import display_name
 from fedsim.runs.record import RunRecord
+from fedsim.runs.resolve import calibrated
 from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.runs.sweep.search import Setting, SweepRun
 
@@ -127,89 +129,26 @@ def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def joint_cost(planned: Mapping[Path, Stopping], delta: float, outcomes: int = 1) -> Cost:
-    """Joint cost of all runs: the composition of all their releases, at ``delta``.
+def joint_cost(runs: Sequence[SweepRun], delta: float) -> Cost:
+    """Joint cost of all that these runs plan to release of whole clients, at ``delta``."""
+    events = [event for run in runs for event in planned_releases(calibrated(run.config))]
+    return Accountant(events).cost(delta)
 
-    Parameters
-    ----------
-    planned : mapping of path to Stopping
-        Each run's ledger, and all that it might have released (`all_planned_releases`).
-    delta : float
-    outcomes : int
-        Number of possible compositions from which the releases selected this one (stop.metric); see
-        `shared_cost`.
+
+def joint_example_cost(runs: Sequence[SweepRun], delta: float) -> Cost:
+    """Joint cost at example level of all rounds that these runs plan, for the costliest client.
+
+    The runs assign the same examples to a client, which is assumed to be in every round.
     """
-    joint = JointCost()
-    for path, stopping in planned.items():
-        ledger = Ledger.read(path)
-        joint.add(ledger.history, stopping.after(ledger.rounds_made), [None])
-    return joint.cost(delta, outcomes)
-
-
-def joint_example_cost(
-    planned: Mapping[Path, int],
-    delta: float,
-    outcomes: int = 1,
-    *,
-    same_examples: bool = True,
-    runs: Collection[str | None] = (),
-) -> Cost:
-    """Joint cost of all runs at example level, for the client that spends most.
-
-    Parameters
-    ----------
-    planned : mapping of path to int
-        Directories of clients' ledgers, and how many more rounds each might have had.
-    delta : float
-    outcomes : int
-        See `joint_cost`.
-    same_examples : bool
-        Whether a client has the same examples in all of these directories. If not, an example may
-        belong to the client that spends most in each of them, so these clients are composed.
-    runs : collection of str
-        Names of the runs, as clients' ledgers have them: these also hold other runs' lines.
-    """
-    clients: dict[int | None, JointCost] = {}
-    for directory, left in planned.items():
-        opened = ClientLedgers(directory, delta=delta, read_only=True)
-        ledgers = opened.with_releases()
-        for ledger in ledgers if same_examples or not ledgers else [opened.worst()]:
-            # None: the worst clients of all directories make one composition.
-            key = ledger.charged[-1].client if same_examples else None
-            made = ledger.charged[-1].round or 0 if ledger.charged else 0
-            stopping = Stopping(rounds_left=max(left, 0), rounds_made=made)
-            clients.setdefault(key, JointCost()).add(ledger.history, stopping, runs)
-    costs = [joint.cost(delta, outcomes) for joint in clients.values()]
+    data = resolve_data(runs[0].config)
+    totals: dict[int, Accountant] = {size: Accountant() for size in data.sizes}
+    for run in runs:
+        privacy, work = example_privacy(run.config, data), local_work(run.config)
+        for size, total in totals.items():
+            if privacy is not None and (plan := privacy.plan(work, size)) is not None:
+                total.add(plan.event().over(run.config.rounds))
+    costs = [total.cost(delta) for total in totals.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
-
-
-class JointCost:
-    """Composition of several ledgers, and of all that they might have contained.
-
-    Three accountants: ``_spent`` has the releases that were made; ``_charged`` also has planned
-    ones that a ledger charges because its releases ended the run early; ``_planned`` also has all
-    that was still planned. The latter two are what `shared_cost` compares.
-    """
-
-    def __init__(self) -> None:
-        self._spent, self._charged, self._planned = Accountant(), Accountant(), Accountant()
-
-    def add(self, history: History, stopping: Stopping, runs: Collection[str | None]) -> None:
-        """Add a ledger's events, and the releases that were still planned in these runs."""
-        net, before = history.effective, len(history.archived)
-        for index, entry in enumerate(net):
-            self._charged.add(entry.event)
-            self._planned.add(entry.event)
-            if entry.kind != "planned" or index < before or entry.run not in runs:
-                self._spent.add(entry.event)
-        for event in stopping.further(history):
-            self._planned.add(event)
-
-    def cost(self, delta: float, outcomes: int) -> Cost:
-        """Cost of all ledgers together; see `joint_cost`."""
-        if outcomes == 1:
-            return self._charged.cost(delta)
-        return shared_cost(self._spent, self._planned, delta, outcomes)
 
 
 def draw(settings: Sequence[SeedGroup], measure: Measure, axis: str, title: str) -> Figure:

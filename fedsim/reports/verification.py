@@ -7,13 +7,21 @@ import re
 from pathlib import Path
 
 from fedsim import regular_files
-from fedsim.config.plan import stopping
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
+from fedsim.privacy import Level
+from fedsim.privacy.manifest import MANIFEST, Manifest
 from fedsim.privacy.verification import FileCheck, checked, verify
 from fedsim.reports.run_page import run_page
 from fedsim.runs.record import RunRecord
-from fedsim.runs.run_ledgers import clients_ledgers, delta_of, example_delta_of
+from fedsim.runs.run_ledgers import RunLedgers, delta_of, example_delta_of, ledger_paths
+from fedsim.runs.run_lock import run_id
+
+NOT_VERIFIED = (
+    "Not covered: checkpoint/, which a resume checks itself; summary.json, but for what the report "
+    "shows of it; clients/; and files that are not the run's."
+)
+"""What a verification of a run says nothing of."""
 
 # The ledger's path is left out of the comparison: the run may have been moved.
 _PLACE = re.compile(r"Ledger: [^<]*")
@@ -42,13 +50,15 @@ def verify_run(
         config = read_config(run / "config.toml")
     except (OSError, FedsimError):
         config = {}  # reported by its own check
+    paths = ledger_paths(config, run)
+    deltas: dict[Level, float]
+    deltas = {"client": delta_of(config), "example": example_delta_of(config)}
     checks = verify(
         run,
-        delta_of(config) if delta is None else delta,
-        clients_ledgers(run, config),
-        public_key,
-        examples_delta=example_delta_of(config),
-        stopping=stopping(config),
+        {level: path for level, path in paths.items() if level == "client" or path.is_file()},
+        deltas if delta is None else dict.fromkeys(deltas, delta),
+        run=run_id(run),
+        public_key=public_key,
     )
     return [*checks, checked("report", lambda: _compare_report(run), run / "report.html")]
 
@@ -62,7 +72,9 @@ def _compare_report(run: Path) -> str:
         If it is missing or differs.
     """
     try:
-        record = RunRecord.read(run)
+        # As it was when the run ended: other runs may have extended its ledgers since.
+        ends = Manifest.read(run / MANIFEST).ledgers if (run / MANIFEST).is_file() else None
+        record = RunRecord.read(run, RunLedgers.read(run, ends=ends))
         page = regular_files.read_text(run / "report.html")
     except FileNotFoundError:
         if (run / "summary.json").exists():

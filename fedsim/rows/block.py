@@ -214,12 +214,24 @@ class BlockTrainer(Protocol):
         """Replace all clients' states by these, which `state` gave."""
         return
 
-    def charge(self, vector: Tensor, client_ids: Ids, round: int) -> None:
-        """Record in the clients' ledgers what they will release in training from ``vector``.
+    def charge(self, client_ids: Ids, round: int, *, begins: bool = False) -> Mapping[int, str]:
+        """Record, as one ledger line, what these clients will release of their examples in a round.
 
-        For training by a copy, before each time; `train` itself does the same.
+        Clients that were charged for the round, and have not begun it, are not charged again.
+
+        Parameters
+        ----------
+        client_ids : int64 ``[n]``
+        round : int
+        begins : bool
+            Whether they begin the round now, as a copy of this trainer; `train` does the same.
+
+        Returns
+        -------
+        mapping of int to str
+            Clients whose budget does not allow it, which must not train, and why.
         """
-        return
+        return {}
 
     def copy_for(self, device: str) -> Self:
         """Trainer of the same clients for another process, on ``device``; their state is sent.

@@ -52,8 +52,8 @@ _STATE = "state"
 _DRAFT = ".draft-"
 _SUFFIX = ".safetensors"
 
-FORMAT = 2
-"""Version of the format. Since 2 the server optimizer's state has torch's own names."""
+FORMAT = 3
+"""Version of the format."""
 
 
 @cache
@@ -78,26 +78,26 @@ class RunState:
     parameters : mapping of name to Tensor
         Shared parameters after that round.
     strategy : Tree
-        State of `DPFedAvg`: sampler, mechanism and noise, server optimizer, means of the
-        clients' state, failures, budget.
+        State of `DPFedAvg`: the run's id and its ledger's end, sampler, mechanism and noise,
+        server optimizer, means of the clients' state, failures.
     clients : mapping of name to Tensor
         State of the clients: `BlockTrainer.state`.
-    ledger_head : str
-        Hash of the ledger's last line. A ledger that continues this one contains it.
-    ledger_length : int
-        Number of lines in the ledger.
+    release : str
+        Digest of all that determines what the run releases; a resumed run's must be the same.
+    examples : mapping
+        The `End` of the ledger of clients' examples.
+    data : mapping
+        `data_shape` of the run's data.
     metrics_length : int
         Number of rows of metrics.csv, including this round's.
     metrics_code : str
-        HMAC of the rows before this round's, under the run's key.
+        Digest of the rows before this round's.
     row : mapping of str to number
-        This round's row, which may not be in metrics.csv yet.
+        This round's row, which may not be in metrics.csv yet; empty before the first round.
     config : mapping of str to scalar
         The resolved config, flattened; a resumed run's must match it.
     first_config : mapping of str to scalar
         The config with which the run began, for whose rounds a target epsilon was calibrated.
-    client_ledgers : mapping of client id to mapping
-        `Ledger.state` of clients that protect their examples, if their ledgers are here.
     callbacks : Tree
         State of the callbacks that have any, by name.
     versions : mapping of str to str
@@ -108,14 +108,14 @@ class RunState:
     parameters: Mapping[str, Tensor]
     strategy: Tree
     clients: Mapping[str, Tensor]
-    ledger_head: str
-    ledger_length: int
+    release: str
+    examples: Mapping[str, Any]
+    data: Mapping[str, Any]
     metrics_length: int
     row: Mapping[str, float | int]
     config: Mapping[str, Scalar]
     first_config: Mapping[str, Scalar]
     metrics_code: str = ""
-    client_ledgers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     callbacks: Tree = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)
 
@@ -138,7 +138,6 @@ class RunState:
                 f"the run's state has format {version}, and this fedsim reads {FORMAT}; resume the "
                 "run with the fedsim that began it, or begin another with --out."
             )
-        tree.setdefault("first_config", tree.get("config"))  # not in earlier checkpoints
         if tree.keys() != {part.name for part in fields(cls)}:
             raise ValueError(
                 "the run's state lacks entries, or has some that this version does not know."
@@ -326,6 +325,15 @@ class Checkpointing:
         if self._settings.every and resolved.config.client.state == "client":
             self.train_config = ConfigRecord()
             self._set_keep_since()
+
+    def begin(self, *, fixed: bool) -> None:
+        """Save the state before round 1 of a plan whose rounds are ``fixed``, unless it is saved.
+
+        Such a plan is charged as a whole: a run that is killed in its first rounds, and resumed,
+        must know that it was, and keep its noise.
+        """
+        if fixed and self._settings.every and not self._checkpoints.rounds():
+            self._checkpoints.save(self._state())
 
     def on_round(self, row: Row) -> None:
         """Save the round if a checkpoint is due, then write its row to metrics.csv.

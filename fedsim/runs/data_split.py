@@ -310,3 +310,16 @@ def _clients_own_test_examples(dataset: Dataset, columns: Sequence[str]) -> str:
         if set.intersection(*owners):
             return name
     return ""
+
+
+def data_shape(data: RunData) -> dict[str, Any]:
+    """Shapes and types of a run's training examples, and each client's number of them, as JSON.
+
+    A resumed run must have the same. Contents are not compared: no digest of them may be written.
+    """
+    x, y = data.dataset.train.x, data.dataset.train.y
+    return {
+        "x": [str(x.dtype), list(x.shape[1:])],
+        "y": [str(y.dtype), list(y.shape[1:])],
+        "sizes": [len(indices) for indices in data.parts],
+    }

@@ -4,10 +4,8 @@
 
     config.toml         complete and resolved: reproduces the run
     metrics.csv         one row for each round
-    ledger.jsonl        every private release; clients' own are in clients/
-    fingerprint.key     the run's key, 0600, by which it recognises its sums and files
-    data-split.json     which client has which examples, if data= or partition= came from Python
-    named-files.json    absolute paths of the files that config.toml names by relative paths
+    ledger.jsonl        every release
+    ledger-examples.jsonl   every release of clients that protect their examples
     manifest.json       digests of the files when the run ended (see `Manifest`)
     ledger.sig          signature of the manifest, if there is a key for one
     model.safetensors   the model
@@ -17,9 +15,8 @@
     checkpoint/         states from which the run can be resumed (see `Checkpoints`)
     tensorboard/        event files, if `log.to` asks for them
     clients/            state of the clients on this machine
-    archive/1/ ...      ledgers and configs of the runs that were overwritten here
     stop-RUN_ID         why to stop a federation's run, written by the process that submitted it
-    .fedsim-run         marks the directory as a run's (see `RunLock`)
+    .fedsim-run         marks the directory as a run's, and has its random id (see `RunLock`)
 
 A run claims a directory before it writes to it; only one run at a time can. Files of other names
 are never touched.
@@ -40,17 +37,13 @@ from fedsim import regular_files
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
-from fedsim.privacy.digest import KEY, Fingerprints
-from fedsim.privacy.durable import archive, replace
+from fedsim.privacy import Ledger
+from fedsim.privacy.durable import replace
 from fedsim.privacy.manifest import MANIFEST, Manifest, signature, signing_key
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.metrics import MetricsFile
-from fedsim.runs.run_ledgers import Ending, charge_planned, clients_ledgers
-from fedsim.runs.run_lock import RunLock, is_marked
-
-DATA_SPLIT = "data-split.json"
-
-NAMED_FILES = "named-files.json"
+from fedsim.runs.run_ledgers import Ending, ledger_paths
+from fedsim.runs.run_lock import RunLock, is_marked, run_id
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: directory in which each run of a SuperLink gets its own directory."""
@@ -81,6 +74,7 @@ class RunDirectory:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.csv"
         self.ledger = self.path / "ledger.jsonl"
+        self.examples = self.path / "ledger-examples.jsonl"
         self.manifest = self.path / MANIFEST
         self.signature = self.path / "ledger.sig"
         self.model = self.path / "model.safetensors"
@@ -90,16 +84,24 @@ class RunDirectory:
         self.checkpoint = self.path / "checkpoint"
         self.tensorboard = self.path / "tensorboard"
         self.clients = self.path / "clients"
-        self.data_split = self.path / DATA_SPLIT
-        self.archive = self.path / "archive"
         self.metrics_file = MetricsFile(self.metrics)
         self._lock = RunLock(self.path)
         self._ending_files = (self.done, self.summary, self.report, self.manifest, self.signature)
         self._run_files = (
-            *(self.config, self.metrics, self.ledger, self.path / KEY, self.model),
-            *(self.checkpoint, self.tensorboard, self.clients, self.data_split),
-            *(self.path / NAMED_FILES, *self._ending_files),
+            *(self.config, self.metrics, self.ledger, self.examples, self.model),
+            *(self.checkpoint, self.tensorboard, self.clients, *self._ending_files),
         )
+
+    @property
+    def run(self) -> str:
+        """The run's random id.
+
+        Raises
+        ------
+        FedsimError
+            If the marker does not have one.
+        """
+        return run_id(self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path,)  # a lock stays with its process
@@ -110,9 +112,9 @@ class RunDirectory:
         Raises
         ------
         FedsimError
-            If it has a run and ``overwrite`` is False; if another run is writing to it; if it has
-            no marker but other visible files, which may be the user's; if it is a file, or its name
-            is not UTF-8.
+            If it has a run and ``overwrite`` is False, or evidence of private releases; if another
+            run is writing to it; if it has no marker but other visible files, which may be the
+            user's; if it is a file, or its name is not UTF-8.
         """
         if re.search(r"[\ud800-\udfff]", str(self.path)):  # bytes that are not UTF-8
             raise FedsimError(
@@ -130,8 +132,27 @@ class RunDirectory:
                         f"{self.path} already holds a run; choose another --out, or --resume or "
                         "--overwrite it."
                     )
+                self._refuse_evidence()
             else:
                 refuse_foreign(self.path)
+
+    def _refuse_evidence(self) -> None:
+        """Refuse to overwrite the proof of what was released of real people."""
+        ledgers = [self.ledger, self.examples, *sorted(self.clients.glob("client-*.jsonl"))]
+        for path in ledgers:
+            if not path.is_file():
+                continue
+            try:
+                is_evidence = Ledger.read(path).private_evidence
+            except FedsimError as error:
+                raise FedsimError(
+                    f"{error} It may be evidence, which is not overwritten; choose another --out."
+                ) from None
+            if is_evidence:
+                raise FedsimError(
+                    f"{path} is evidence of private releases, and is not overwritten; choose "
+                    "another --out."
+                )
 
     def holds_run(self) -> bool:
         """Whether there is a run here that can be resumed; touches nothing.
@@ -196,10 +217,7 @@ class RunDirectory:
                     replace(path, content)
 
     def _round_lines(self) -> list[int]:
-        """Number of lines of each file that grows with every round.
-
-        Not sizes: opening a ledger replaces a torn last line by one that may be longer.
-        """
+        """Number of lines of each file that grows with every round."""
         files = (path for path in (self.metrics, self.ledger) if path.is_file())
         return [len(regular_files.read_bytes(path).splitlines()) for path in files]
 
@@ -207,9 +225,8 @@ class RunDirectory:
     def claim(self, config_toml: str, *, overwrite: bool = False) -> Iterator[None]:
         """Claim the directory for a new run, and lock it while the context lasts.
 
-        The ledgers of a run that is overwritten are moved to ``archive/``. If the new run fails
-        before it writes a file, the directory is put back as it was; if it held an earlier run, it
-        is left empty and marked as a run's.
+        If the new run fails before it writes a file, the directory is put back as it was; if it
+        held an earlier run, it is left empty and marked as a run's.
 
         Raises
         ------
@@ -225,12 +242,10 @@ class RunDirectory:
                 claimed = True
             yield
         except BaseException:
-            # These are written before the first round: with no other file, nothing is lost.
-            written_first = (self.config, self.path / KEY, self.data_split, self.path / NAMED_FILES)
-            if claimed and {*self._files()} <= {path.name for path in written_first}:
-                for path in written_first:
-                    path.unlink(missing_ok=True)
-            self._lock.release(remove=not (self._files() or self.archive.exists()))
+            # The config is written before the first round: with no other file, nothing is lost.
+            if claimed and {*self._files()} <= {self.config.name}:
+                self.config.unlink(missing_ok=True)
+            self._lock.release(remove=not self._files())
             for directory in new_directories:
                 try:
                     directory.rmdir()
@@ -248,23 +263,12 @@ class RunDirectory:
             # A run began and ended here between `check_free` and taking the lock.
             self._lock.release()
             raise FedsimError(f"{self.path} already holds a run; choose another --out.")
-        self._archive_ledgers()
+        self._lock.renew()
         for path in (*self._run_files, *self._temporary_files()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-
-    def _archive_ledgers(self) -> None:
-        """Move an earlier run's ledgers and config to ``archive/``, where they still count."""
-        kinds = (self.ledger, self.manifest, self.signature, self.clients)
-        if not any(path.exists() for path in kinds):
-            return
-        charge_planned(self.path)
-        # Without the run's key, no HMAC in its data-split.json could be compared.
-        key = [self.path / KEY] if self.data_split.exists() else []
-        files = (self.config, self.data_split, *key, *kinds)
-        archive(*(path for path in files if path.exists()))
 
     def save_model(
         self, arrays: Mapping[str, Tensor], about: Mapping[str, object] | None = None
@@ -302,8 +306,7 @@ class RunDirectory:
             If ``noise.ledger-key`` of the config, or `LEDGER_KEY`, names a file that is no key.
         """
         config = read_config(self.config)
-        clients = clients_ledgers(self.path, config)
-        manifest = Manifest.of(self.path, clients, Fingerprints(self.path)).to_json().encode()
+        manifest = Manifest.of(self.path, ledger_paths(config, self.path)).to_json().encode()
         key = signing_key(str(config.get("noise.ledger-key", "")))
         signed = signature(key, manifest) if key is not None else ""
         replace(self.manifest, manifest)

@@ -14,10 +14,11 @@ from torch import nn
 
 from fedsim import mechanisms, registry, tasks
 from fedsim.adapters import Adapter
+from fedsim.arguments import shown
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, plan
-from fedsim.config.plan import entropy, evaluation_event, local_work, stopping
+from fedsim.config.plan import entropy, evaluation_event, local_work, may_stop
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg import SecureAggregation
@@ -27,6 +28,7 @@ from fedsim.keywords import arguments_of
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.bounded_values import ValueRange
 from fedsim.privacy import Event, worst_client
+from fedsim.privacy.laws import Full
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows.layout import Alternation
@@ -271,30 +273,14 @@ def state_dir(config: RunConfig) -> Path | None:
     return Path(directory) / config.name if directory else None
 
 
-def ledger_dir(config: RunConfig, out: Path | None) -> Path | None:
-    """Directory of the clients' ledgers; None if they are in memory."""
-    # Not one for each run's name: all runs that share the directory spend the same clients' budget.
-    if config.client.state_dir:
-        return Path(config.client.state_dir)
-    return out / "clients" if out else None
-
-
-def example_privacy(
-    config: RunConfig, data: RunData, out: Path | None = None
-) -> ExamplePrivacy | None:
+def example_privacy(config: RunConfig, data: RunData) -> ExamplePrivacy | None:
     """Example-level privacy of the clients' training; None without it.
-
-    Parameters
-    ----------
-    config : RunConfig
-    data : RunData
-    out : path, optional
-        The run's directory.
 
     Raises
     ------
     FedsimError
-        If a client has fewer examples than a batch, and client-level privacy is off.
+        If a client has fewer examples than a batch, and client-level privacy is off; or if what is
+        released may end the run, and not all clients are in every round.
     """
     client = config.client
     if client.mechanism.name == "none":
@@ -307,7 +293,14 @@ def example_privacy(
             f"client.batch-size = {client.batch_size}; with example-level privacy it must be at "
             f"most {smallest}, the smallest client's number of examples."
         )
-    end = stopping(config.to_run_config())
+    stops = may_stop(config.to_run_config())
+    if stops and not isinstance(plan.cohort(config), Full):
+        key = "stop.metric" if config.stop.metric else "stop.callbacks"
+        raise FedsimError(
+            f"cohort.name = {shown(config.cohort.name)}; it must be 'full' while clients protect "
+            f"their examples and what is released may end the run ({key}): a client is charged for "
+            "all rounds before its first, and must know in how many it is."
+        )
     unnoised = ExamplePrivacy(
         mechanism=mechanism(client.mechanism),
         noise_multiplier=client.noise.multiplier or 0.0,
@@ -316,16 +309,16 @@ def example_privacy(
         chunk=client.noise.chunk,
         delta=client.noise.delta,
         max_epsilon=client.noise.max_epsilon,
-        stopping=end,
-        ledger_dir=ledger_dir(config, out),
+        rounds=config.rounds,
+        may_stop=stops,
         unprotected_metrics=config.evaluate.unprotected,
     )
     target = client.noise.target_epsilon
     if target is None:
         return unnoised
     work = local_work(config)
-    plans = (unnoised.plan(work, size, config.rounds) for size in data.planned_sizes)
-    delta = end.planned_delta(client.noise.delta)
+    plans = (unnoised.plan(work, size) for size in data.planned_sizes)
+    delta = client.noise.delta
     calibrated_plans = (plan.calibrated(target, delta) for plan in plans if plan is not None)
     multiplier = max((plan.noise.multiplier for plan in calibrated_plans), default=0.0)
     return unnoised.scaled(multiplier)
@@ -338,5 +331,4 @@ def most_expensive_client(
     if privacy is None or not rounds:
         return None
     events = example_events(privacy, local_work(config), sizes, rounds)
-    delta = privacy.stopping.planned_delta(privacy.delta)
-    return worst_client(events, delta) if events else None
+    return worst_client(events, privacy.delta) if events else None

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-import hmac
+import hashlib
 import io
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.privacy.digest import KEY, Fingerprints
 from fedsim.privacy.durable import named_errors, replace
 from fedsim.privacy.statement import epsilon_marks
 
@@ -188,31 +187,21 @@ class MetricsFile:
         length : int
             A checkpoint's number of rows, the last of which is in the checkpoint itself.
         code : str
-            The checkpoint's `row_code` of these rows; empty in old checkpoints.
+            The checkpoint's digest of these rows, made by `update_code`.
 
         Raises
         ------
         FedsimError
             If they are not the rows that the run wrote before the checkpoint.
         """
-        rows = self.rows()[: length - 1]
-        if code and self.path.exists():
-            if not (key := self.path.with_name(KEY)).exists():
-                raise FedsimError(
-                    f"{key} is missing, by which the rows of {self.path.name} are recognised; "
-                    f"restore it, or remove {self.path.name} with the rows of the rounds so far."
-                )
-            row_code = self.row_code(self._texts()[: len(rows)])
-            if row_code.hexdigest() != code:
+        rows = self.rows()[: max(length - 1, 0)]
+        if self.path.exists():
+            found = hashlib.sha256()
+            for row in self._texts()[: len(rows)]:
+                update_code(found, row)
+            if found.hexdigest() != code:
                 raise self._damaged(f"its first {len(rows)} rows are not those that the run wrote")
         return rows
-
-    def row_code(self, rows: Iterable[Mapping[str, object]] = ()) -> hmac.HMAC:
-        """HMAC of rows under the run's key, to which `update_code` adds another."""
-        code = Fingerprints(self.path.parent).code()
-        for row in rows:
-            update_code(code, row)
-        return code
 
     def _texts(self) -> list[dict[str, str]]:
         try:
@@ -230,8 +219,15 @@ class MetricsFile:
         )
 
 
-def update_code(code: hmac.HMAC, row: Mapping[str, object]) -> None:
-    """Add a row, as written in metrics.csv, to an HMAC; the order of columns does not matter."""
+class Hash(Protocol):
+    """A digest of hashlib."""
+
+    def update(self, data: bytes, /) -> object:
+        """Add bytes."""
+
+
+def update_code(code: Hash, row: Mapping[str, object]) -> None:
+    """Add a row, as written in metrics.csv, to a digest; the order of columns does not matter."""
     # `csv` writes numbers by `str` too, so that a row read back as text gives the same code.
     code.update("".join(f"{key}={row[key]}\n" for key in sorted(row)).encode() + b"\n")
 

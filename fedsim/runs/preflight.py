@@ -20,17 +20,14 @@ from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.mechanisms import Releaser
 from fedsim.mechanisms.bounded_values import joint_norm
-from fedsim.privacy import Accountant, Ledger
+from fedsim.privacy import Accountant
 from fedsim.privacy.adversary import large_delta
-from fedsim.privacy.durable import archived
 from fedsim.privacy.manifest import signing_key
 from fedsim.runs.callbacks import Measure
-from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import most_expensive_client, private_metrics
 from fedsim.runs.loggers import loggers
-from fedsim.runs.resolve import Resolved, strategy_of
+from fedsim.runs.resolve import Resolved, charges_examples, ledger_of, strategy_of
 from fedsim.runs.round_rows import columns_of
-from fedsim.runs.split_record import check_state_dir
 from fedsim.tasks import ExactSum, MeanOf, TopK
 from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy, is_fedsims_own
 from fedsim.training import Trainer
@@ -62,7 +59,8 @@ def check(resolved: Resolved) -> None:
         extras.require(f"engine.name = {resolved.config.engine.name!r}", "ray")
     if resolved.config.engine.name != "deployment":  # there each node has its own directory
         _check_state_dir(resolved.config.client.state_dir)
-        check_state_dir(resolved)
+    if resolved.config.privacy.ledger and not resolved.config.engine.federation:
+        _check_shared_ledgers(resolved)
     strategy = strategy_of(resolved)
     strategy.check(resolved.initial_arrays)
     if isinstance(strategy.server_optimizer, FlowerOptimizer):
@@ -84,22 +82,22 @@ def check(resolved: Resolved) -> None:
     _try_step(resolved)
 
 
-def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
+def _check_shared_ledgers(resolved: Resolved) -> None:
+    """Refuse a ledger of other clients or another kind, or one that cannot be written."""
+    path = Path(resolved.config.privacy.ledger)
+    if (nearest := regular_files.unwritable(path.parent)) is not None:
+        raise FedsimError(
+            f"privacy.ledger = '{path}', but {nearest} is not a writable directory; it must be in "
+            "one."
+        )
+    ledger_of(resolved, "client", None)
+    if charges_examples(resolved.config):
+        ledger_of(resolved, "example", None)
+
+
+def warnings(resolved: Resolved) -> list[str]:
     """Warnings about a run's guarantee and its metrics, before its first round."""
     config, sentences = resolved.config, []
-    ledger = None if directory is None else directory.ledger
-    before = ledger is not None and (ledger.exists() or bool(archived(ledger)))
-    if (
-        ledger is not None
-        and before
-        and config.private
-        and not Ledger.read(ledger).history.accountant.private
-    ):
-        sentences.append(
-            f"{ledger.parent} holds releases of earlier runs without a guarantee, which count: "
-            "epsilon of all that is released there is infinite, this run's included; choose "
-            "another --out for a figure."
-        )
     if config.private:
         sentences.append(large_delta(config.noise.delta, "client", config.partition.clients))
         sentences.append(_noisy_metrics(config))
@@ -212,7 +210,7 @@ def _check_client_noise(resolved: Resolved) -> None:
     worst = most_expensive_client(config, privacy, sizes, 1)
     if (budget := config.client.noise.max_epsilon) is None or worst is None:
         return
-    delta = privacy.stopping.planned_delta(privacy.delta)
+    delta = privacy.delta
     if (spent := Accountant([worst]).epsilon(delta)) > budget:
         raise FedsimError(
             f"client.noise.max-epsilon = {budget} at delta = {delta}; it must be at least "

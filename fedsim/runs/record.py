@@ -90,8 +90,8 @@ class RunRecord:
     @property
     def released(self) -> Entry | None:
         """The last round's line in the server's ledger; None if there is none."""
-        charged = () if self.ledgers.server is None else self.ledgers.server.charged
-        return next((entry for entry in reversed(charged) if entry.of_round), None)
+        entries = () if self.ledgers.server is None else self.ledgers.server.entries
+        return next((entry for entry in reversed(entries) if entry.kind == "release"), None)
 
     @property
     def name(self) -> str:

@@ -13,12 +13,13 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, evaluation_event, stopping, with_best_groups
-from fedsim.config.release_keys import release_digest
+from fedsim.config.plan import entropy, evaluation_event, with_best_groups
+from fedsim.config.release_keys import release_digest, split_settings
 from fedsim.datasets import Dataset
 from fedsim.federation.arrays import tensors
+from fedsim.federation.client_settings import ChargeExamples
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import ClientLedgers
+from fedsim.privacy import Ledger, Level
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
@@ -27,9 +28,10 @@ from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
 from fedsim.runs.devices import Devices
-from fedsim.runs.factories import example_privacy, ledger_dir, seed_of, state_dir, trainer_of
+from fedsim.runs.factories import example_privacy, seed_of, state_dir, trainer_of
 from fedsim.runs.model import initial_model, personal_parameters, shared_arrays, try_model
 from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.runs.run_ledgers import ledger_paths
 from fedsim.strategies import Availability, ClientMetrics, ClientTraining, DPFedAvg
 from fedsim.training import ExamplePrivacy, Trainer
 
@@ -64,8 +66,6 @@ class Resolved:
         Digest of all that determines what the run releases.
     devices : Devices
         Simulated devices of the clients.
-    client_ledgers : ClientLedgers or None
-        What clients have spent of their examples' privacy; None if it is not known here.
     """
 
     config: RunConfig
@@ -80,7 +80,6 @@ class Resolved:
     trainer_for: Callable[..., Trainer]
     release: str
     devices: Devices
-    client_ledgers: ClientLedgers | None
 
     @property
     def uncovered(self) -> tuple[str, ...]:
@@ -106,7 +105,7 @@ def resolve(
     overrides : ObjectOverrides, optional
         Python objects to use instead of what the config names.
     out : path, optional
-        The run's directory: clients' own ledgers go there, unless ``client.state-dir`` is set.
+        The run's directory.
     data : RunData, optional
         Data to use instead of what `resolve_data` reads; a node has one client's only.
 
@@ -129,7 +128,7 @@ def resolve(
     arrays = shared_arrays(model, personal)
 
     plan = factories.release_plan(config)
-    privacy = example_privacy(config, data, out)
+    privacy = example_privacy(config, data)
     device = device_of(config)
     trainer_for = partial(
         trainer_of, config, model, device=device, personal=personal, privacy=privacy
@@ -155,7 +154,6 @@ def resolve(
         trainer_for=trainer_for,
         release=release,
         devices=Devices.of(config, trainer),
-        client_ledgers=_client_ledgers(config, trainer, out),
     )
 
 
@@ -215,26 +213,38 @@ def run_digest(released: RunConfig, overrides: ObjectOverrides, dataset: Dataset
     return digest_of({"config": digest, "given": objects}) if objects else digest
 
 
-def _client_ledgers(config: RunConfig, trainer: Trainer, out: Path | None) -> ClientLedgers | None:
-    """Ledgers of clients that protect their examples.
+def charges_examples(config: RunConfig) -> bool:
+    """Whether the process that drives a run records what its clients' examples are charged.
 
-    On fedsim's engines they are the trainer's; on Flower's, read from files on this machine.
+    In a deployment each node keeps evidence of its own.
     """
-    if config.client.mechanism.name == "none" or config.engine.federation:
-        return None
-    if config.engine.name in ("local", "ray"):
-        return trainer.ledgers
-    directory = ledger_dir(config, out)
-    return ClientLedgers(directory, delta=config.client.noise.delta, read_only=True)
+    return config.client.mechanism.name != "none" and config.engine.name != "deployment"
 
 
-def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
+def ledger_of(resolved: Resolved, level: Level, run: Path | None) -> Ledger:
+    """The ledger of a run in a directory, or in memory: the server's, or that of the examples."""
+    config = resolved.config
+    noise = config.noise if level == "client" else config.client.noise
+    mark = resolved.overrides.mark(resolved.data.dataset)
+    return Ledger(
+        ledger_paths(config.to_run_config(), run).get(level),
+        delta=noise.delta,
+        max_epsilon=config.noise.max_epsilon if level == "client" else None,
+        declared=resolved.plan.event() if level == "client" else None,
+        keeps="log" if entropy(config) == "config" else "evidence",
+        split=split_settings(config, mark),
+    )
+
+
+def _charge(trainer: Trainer) -> ChargeExamples:
+    return lambda client_ids, number, partly: trainer.charge(client_ids, number, partly=partly)
+
+
+def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
     """Make a run's strategy, which writes its releases to ``ledger``."""
     config = resolved.config
     client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
     server_optimizer = copy.deepcopy(resolved.overrides.strategy)
-    # On other engines each client checks its budget itself.
-    checks_budgets = config.engine.name in ("local", "ray") and client.noise.max_epsilon is not None
     weighs_by_size = resolved.plan.bound.weighting == "num-examples"
     sizes = None
     if client.private and config.mechanism.name == "none" and weighs_by_size:
@@ -244,7 +254,6 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
         plan=resolved.plan,
         delta=config.noise.delta,
         max_epsilon=config.noise.max_epsilon,
-        stopping=stopping(config.to_run_config()),
         ledger=ledger,
         seed=Randomness(seed_of(config), resolved.release),
         server_optimizer=server_optimizer or factories.server_optimizer(config),
@@ -254,8 +263,8 @@ def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
             alternation=factories.alternation(config, resolved.model),
             private_examples=client.private,
             example_counts=sizes,
-            budget=trainer.over_budget if checks_budgets else None,
-            budgets_end_run=not config.engine.federation,
+            # In a deployment each node charges itself.
+            charge=_charge(trainer) if client.private and charges_examples(config) else None,
         ),
         metrics=ClientMetrics(
             every=max(evaluate.clients_every, 1),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from flwr.app import MetricRecord
 from flwr.serverapp.strategy import Result
 
 from fedsim.clients.adadp_lr import AT_LIMIT
-from fedsim.config.plan import entropy, stopping
+from fedsim.config.plan import entropy
 from fedsim.errors import FedsimError
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import QUANTILES, Row
-from fedsim.runs.resolve import Resolved
+from fedsim.runs.resolve import Resolved, charges_examples
 from fedsim.strategies import DPFedAvg, RoundReport
 
 _log = logging.getLogger("fedsim")
@@ -46,9 +45,9 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
         columns += [f"clients-{name}" for name in private.shown]
     if strategy.private:
         columns += ["epsilon", "epsilon-so-far"] if strategy.plan.charged_ahead else ["epsilon"]
-    if resolved.client_ledgers is not None:
+    if charges_examples(config):
         columns.append("example-epsilon")
-    if strategy.private or resolved.client_ledgers is not None:
+    if strategy.private or charges_examples(config):
         # 1 if epsilon must be marked: noise from a known seed; a law that the user declared.
         columns += ["simulated", "declared"]
     columns += RoundReport.columns
@@ -84,7 +83,6 @@ class RoundRows:
     def __init__(self, resolved: Resolved, strategy: DPFedAvg) -> None:
         self.columns = columns_of(resolved, strategy)
         self._resolved, self._strategy = resolved, strategy
-        self._stopping = stopping(resolved.config.to_run_config())
         simulated = entropy(resolved.config) == "config"
         declared = strategy.plan.declared_by_user
         self._marks = {"simulated": int(simulated), "declared": int(declared)}
@@ -130,16 +128,12 @@ class RoundRows:
         """Columns of the privacy spent so far: epsilon at each level, and its marks."""
         row: dict[str, float | int] = {}
         resolved, strategy = self._resolved, self._strategy
-        end = self._stopping.after(server_round)
         if strategy.private:
-            spent = strategy.ledger.as_of(server_round, resolved.release)
-            row["epsilon"] = end.epsilon(spent, strategy.delta)
+            row["epsilon"] = strategy.ledger.epsilon(strategy.delta)
             if (plan := strategy.plan).charged_ahead:
                 row["epsilon-so-far"] = plan.epsilon(strategy.delta, after=server_round)
-        if resolved.client_ledgers is not None:
-            row["example-epsilon"] = resolved.client_ledgers.epsilon(
-                server_round, resolved.release, replace(end, run=strategy.ledger.run)
-            )
+        if charges_examples(resolved.config) and (ledger := resolved.trainer.ledger) is not None:
+            row["example-epsilon"] = ledger.epsilon(resolved.config.client.noise.delta)
         return row | self._marks if row else row
 
     def _planned(self, row: Row) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 from fedsim import regular_files
 from fedsim.config import Scalar
-from fedsim.config.plan import stopping, with_config_figures
+from fedsim.config.plan import with_config_figures
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
-from fedsim.privacy.claims import FIXED, Stopping
-from fedsim.privacy.client_ledgers import run_of
-from fedsim.privacy.durable import archived
+from fedsim.privacy import Ledger, Level, Statement, claimed
+from fedsim.privacy.ledger import End, statement_of
 
 SUMMARY_FORMAT = 1
 
@@ -54,6 +52,18 @@ class Ending(NamedTuple):
 UNFINISHED = Ending("interrupted", "The run has not finished.")
 
 
+def ledger_paths(config: Mapping[str, Scalar], run: Path | None) -> dict[Level, Path]:
+    """Paths of the ledgers of a run in a flat config: the server's, and that of clients' examples.
+
+    Empty for a run without a directory that names no ledger.
+    """
+    named = str(config.get("privacy.ledger", ""))
+    if not named and run is None:
+        return {}
+    server = Path(named) if named else (run or Path()) / "ledger.jsonl"
+    return {"client": server, "example": server.with_name(f"{server.stem}-examples.jsonl")}
+
+
 @dataclass(frozen=True)
 class RunLedgers:
     """The ledgers of a run that are on this machine, and how it ended.
@@ -63,21 +73,30 @@ class RunLedgers:
     config : mapping
         The run's config by dotted keys, of any version; empty if it is not known.
     server : Ledger or None
-    clients : ClientLedgers or None
-        The clients' ledgers; None if they are not here.
+    examples : sequence of Ledger
+        The ledger of clients' examples; in a deployment on this machine, one for each node.
     ending : Ending
     other_delta : float or None
-        Delta of the server's statement, instead of the config's.
+        Delta of the statements, instead of the config's.
+    path : path
+        The run's directory.
     """
 
     config: Mapping[str, Scalar] = field(default_factory=dict)
     server: Ledger | None = None
-    clients: ClientLedgers | None = None
+    examples: Sequence[Ledger] = ()
     ending: Ending = UNFINISHED
     other_delta: float | None = None
+    path: Path = Path()
 
     @classmethod
-    def read(cls, run: Path, *, delta: float | None = None, writable: bool = False) -> Self:
+    def read(
+        cls,
+        run: Path,
+        *,
+        delta: float | None = None,
+        ends: Mapping[Level, End] | None = None,
+    ) -> Self:
         """Read the ledgers of a run's directory.
 
         Parameters
@@ -85,90 +104,66 @@ class RunLedgers:
         run : path
         delta : float, optional
             Delta of the statements, instead of the config's.
-        writable : bool
-            Whether to open them for charges.
+        ends : mapping of level to End, optional
+            Ends up to which they are read; other runs may have extended them since.
 
         Raises
         ------
         FedsimError
             If a file is damaged or of a later format.
         """
-        config, ledger, server, clients = _config_in(run), run / "ledger.jsonl", None, None
-        if ledger.is_file() or archived(ledger):  # a budget may have allowed this run no round
-            server = Ledger(ledger) if writable else Ledger.read(ledger)
-        if (directory := clients_ledgers(run, config)) is not None:
-            clients_delta = example_delta_of(config) if delta is None else delta
-            clients = ClientLedgers(directory, delta=clients_delta, read_only=not writable)
-        return cls(config, server, clients, Ending.read(run), delta)
+        config = read_config(run / "config.toml") if (run / "config.toml").is_file() else {}
+        paths = ledger_paths(config, run)
+        # A budget may have allowed this run no round.
+        server = Ledger.read(paths["client"]) if paths["client"].is_file() else None
+        own = [paths["example"]] if paths["example"].is_file() else node_ledgers(run, config)
+        examples = [*map(Ledger.read, own)]
+        for level, end in (ends or {}).items():
+            for ledger in [server] if level == "client" else examples:
+                if ledger is not None:
+                    ledger.forget_after(end)
+        return cls(config, server, examples, Ending.read(run), delta, run)
 
     @property
     def delta(self) -> float:
         """Delta of the server's statement."""
         return delta_of(self.config) if self.other_delta is None else self.other_delta
 
-    @cached_property
-    def stopping(self) -> Stopping:
-        """The run's planned length, and whether its releases may have ended it earlier."""
-        if self.server is None:
-            return FIXED
-        return stopping(self.config, self.server.rounds_made, self.ending.ended)
-
-    def charge_planned(self, *, server: bool = True) -> None:
-        """Charge the planned rounds that were not made because releases ended the run.
-
-        The ledgers must be writable. If the number of rounds depends on what was released, the
-        cost is that of the whole plan.
-        """
-        if not self.stopping.rounds_left or self.server is None:
-            return
-        if server:
-            self.server.charge_planned(self.stopping)
-        if self.clients is not None:
-            self.clients.charge_planned(replace(self.stopping, run=run_of(self.server)))
+    @property
+    def example_delta(self) -> float:
+        """Delta of the examples' statement."""
+        return example_delta_of(self.config) if self.other_delta is None else self.other_delta
 
     @cached_property
     def statements(self) -> list[Statement]:
         """Privacy statements, one for each level that has a ledger; the main one first."""
         config, server, examples = self.config, self.server, None
-        if self.clients is not None:
-            of_run = replace(self.stopping, run=run_of(server))
-            examples = self.clients.statement(stopping=of_run)
+        used = [ledger for ledger in self.examples if ledger.entries]
+        if used:
+            place = f"{used[0].path.parent}/" if used[0].path and len(used) > 1 else None
+            examples = statement_of(used, self.example_delta, place)
         if server is None:
             return claimed(None, examples)
-        of_server = server.statement(self.delta, stopping=self.stopping)
-        of_server = with_config_figures(config, of_server, server.path)
-        if examples is None and _clients_keep_ledgers(config):
-            of_server = replace(of_server, note=f"{of_server.note} {_CLIENTS_KEEP_LEDGERS}".strip())
+        cut_short = self.ending.ended in ("interrupted", "failed")
+        of_server = server.statement(self.delta)
+        cut_short &= server.rounds_made < int(config.get("rounds") or 0)
+        of_server = with_config_figures(
+            config, of_server, self.path / "config.toml", cut_short=cut_short
+        )
+        if examples is None and _nodes_keep_ledgers(config):
+            of_server = replace(of_server, note=f"{of_server.note} {_NODES_KEEP_LEDGERS}".strip())
         # A server that does not bound updates claims nothing about its releases.
-        bounded = config.get("mechanism.name", "none") != "none" or bool(server.charged)
+        bounded = config.get("mechanism.name", "none") != "none" or bool(server.entries)
         return claimed(of_server if bounded or examples is None else None, examples)
 
 
-def charge_planned(run: Path, *, server: bool = True) -> None:
-    """Charge the planned rounds of a run that is not continued, if its releases may have ended it.
-
-    If the config declares that releases may end the run, they count as the cause whatever ended it.
-    With ``server=False`` only the clients' ledgers are charged, which other runs may share; the
-    server's must not change after the model was saved, whose metadata has its last line's hash.
-    """
-    # Most runs need no charge, and their ledgers are not read: a damaged one can be overwritten.
-    if stopping(_config_in(run), end_state=Ending.read(run).ended) != FIXED:
-        RunLedgers.read(run, writable=True).charge_planned(server=server)
-
-
-def _config_in(run: Path) -> dict[str, Scalar]:
-    path = run / "config.toml"
-    return read_config(path) if path.is_file() else {}
-
-
-def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
-    """Directory of the ledgers of a run's clients; None if they are not on this machine."""
+def node_ledgers(run: Path, config: Mapping[str, Scalar]) -> list[Path]:
+    """Ledgers of the nodes of a run, by client, if they are on this machine."""
     state_dir = config.get("client.state-dir")
-    pattern = "client-*.jsonl"
-    for path in (*([Path(str(state_dir))] if state_dir else []), run / "clients"):
-        if any(path.glob(pattern)) or archived(path / pattern):
-            return path
-    return None
+    for folder in (*([Path(str(state_dir))] if state_dir else []), run / "clients"):
+        if paths := sorted(folder.glob("client-*.jsonl"), key=lambda p: (len(p.name), p.name)):
+            return paths
+    return []
 
 
 def delta_of(config: Mapping[str, Scalar]) -> float:
@@ -185,7 +180,7 @@ def _delta(value: Scalar | None) -> float:
     return float(value) if isinstance(value, int | float) and 0 < value < 1 else 1e-5
 
 
-def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
+def _nodes_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
     """Whether clients protect their examples on remote nodes, which keep their ledgers."""
     bound = config.get("client.mechanism.name", "none")
     if config.get("client.mechanism.unsafe-non-private-raw-statistics"):
@@ -193,7 +188,7 @@ def _clients_keep_ledgers(config: Mapping[str, Scalar]) -> bool:
     return bound != "none" and bool(config.get("engine.federation"))
 
 
-_CLIENTS_KEEP_LEDGERS = (
+_NODES_KEEP_LEDGERS = (
     "Clients protect their own examples: the cost to each of them is in a ledger that the client "
     "keeps, not here."
 )

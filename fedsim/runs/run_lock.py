@@ -1,7 +1,4 @@
-"""The marker file of a run's directory, which is also the lock of the run that writes to it.
-
-It holds the number of the directory's format.
-"""
+"""The marker file of a run's directory: the run's id, and the lock of the run that writes to it."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -49,6 +47,27 @@ def is_marked(directory: Path) -> bool:
     return True
 
 
+def run_id(directory: Path) -> str:
+    """The random id of the run in a directory, from its marker.
+
+    Raises
+    ------
+    FedsimError
+        If there is no marker, or it is damaged.
+    """
+    marker = directory / regular_files.RUN_MARKER
+    try:
+        run = json.loads(regular_files.read_text(marker))["run"]
+    except (OSError, ValueError, TypeError, KeyError):
+        run = None
+    if not isinstance(run, str) or not run:
+        raise FedsimError(
+            f"{marker} is missing or damaged, and has the run's id; restore it, or choose another "
+            "directory."
+        )
+    return run
+
+
 class RunLock:
     """Lock on a run directory's marker file, held by the run that writes there.
 
@@ -86,8 +105,16 @@ class RunLock:
             os.close(descriptor)
         self._descriptor = descriptor
         if not os.fstat(descriptor).st_size:
-            os.write(descriptor, json.dumps({"format": RUN_FORMAT}).encode() + b"\n")
+            self.renew()
         return True
+
+    def renew(self) -> None:
+        """Write a new random id into the marker, for a new run; the lock must be held."""
+        assert self._descriptor is not None
+        content = json.dumps({"format": RUN_FORMAT, "run": secrets.token_hex(16)}) + "\n"
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, content.encode(), 0)
+        os.fsync(self._descriptor)
 
     def free(self) -> bool:
         """Whether no run holds the lock."""

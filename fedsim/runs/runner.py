@@ -26,20 +26,12 @@ from fedsim.partitions import Partition
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import (
-    check_earlier_runs,
-    move_client_ledgers,
-    note_files,
-    refuse_other_files,
-    refuse_other_objects,
-    resumed_config,
-)
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, warnings, why_untrainable
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import Resolved, resolve
+from fedsim.runs.resume import refuse_other_run, resumed_config
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, running_sessions
-from fedsim.runs.split_record import write_record
 from fedsim.strategies import RunFailedError
 from fedsim.training.batches import local_multiplications
 
@@ -75,7 +67,7 @@ def run(
     out : path, optional
         Directory for the artefacts; without one nothing is written.
     overwrite : bool
-        Whether to replace a run in ``out``; its ledgers are archived, and still count.
+        Whether to replace a run in ``out``; one with evidence of private releases is refused.
     resume : bool
         Whether to resume the run in ``out`` from its last checkpoint, or from its start if it has
         none; if there is no run, a new one starts. Only keys that cannot affect a release may
@@ -129,11 +121,8 @@ def run(
             text = _config_to_write(resolved, directory).to_toml()
             if resume:
                 stack.enter_context(directory.resumed(text))
-                move_client_ledgers(directory, resolved)
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
-                write_record(resolved, directory.path)
-                note_files(directory.path, resolved.config)
         if grid is not None:
             return drive(
                 resolved, grid, directory, {CALLERS_CALLBACKS: Callbacks.numbered(callbacks)}
@@ -162,7 +151,6 @@ def _prepared(
     if directory is not None:
         if resume:
             config = resumed_config(config, directory, overrides)
-            refuse_other_files(directory.path, config)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     if overrides.names and config.engine.name in FLOWER_RUNTIMES:
@@ -174,11 +162,10 @@ def _prepared(
     check(resolved)
     # Checked after the config, so that a directory in use does not hide a mistake in the config.
     if directory is not None and resume:
-        refuse_other_objects(directory, resolved)
+        refuse_other_run(directory, resolved)
     elif directory is not None:
         directory.check_free(overwrite)
-        check_earlier_runs(resolved, directory)
-    for warning in warnings(resolved, directory):
+    for warning in warnings(resolved):
         _log.warning("%s", warning)
     return resolved
 
@@ -263,7 +250,8 @@ def _needs_state_dir(config: RunConfig) -> bool:
     on_this_machine = engine.name == "simulation" or (
         engine.name == "deployment" and not engine.federation
     )
-    return on_this_machine and not client.state_dir and (client.private or client.state == "client")
+    keeps = client.state == "client" or (client.private and engine.name == "deployment")
+    return on_this_machine and not client.state_dir and keeps
 
 
 def _config_to_write(resolved: Resolved, directory: RunDirectory) -> RunConfig:

@@ -39,7 +39,6 @@ from fedsim.runs.data_split import (
     shaped_dataset,
 )
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import refuse_other_files
 from fedsim.runs.factories import trainer_of
 from fedsim.runs.model import InferenceModel, initial_model, numbers_of, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
@@ -351,7 +350,6 @@ class SavedRun:
     def _own_dataset(self) -> Dataset:
         """The run's data set; refused if metrics of its test examples may not be shown."""
         config, path = self.config, str(self.directory.path)
-        refuse_other_files(self.directory.path, config, ("data.name",))
         if "data" in self.record.objects:
             raise FedsimError(
                 f"{path} was trained from an object, data=, which its config does not name; name a "
@@ -414,5 +412,4 @@ class SavedRun:
                 f"{self.directory.path} was interrupted and was trained from an object, data=, "
                 "whose shape is written at a run's end; resume it in Python with data=."
             )
-        refuse_other_files(self.directory.path, self.config, ("data.name",))
         return resolve_data(self._config).dataset

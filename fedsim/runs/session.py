@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -14,19 +17,27 @@ from flwr.serverapp.strategy import Result
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.federation.arrays import array_record, same_arrays, tensors
 from fedsim.models import values_of
-from fedsim.privacy.ledger_lines import End
+from fedsim.privacy import Ledger
+from fedsim.privacy.ledger import End
 from fedsim.privacy.manifest import signing_key
+from fedsim.privacy.records import to_json
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
+from fedsim.runs.data_split import data_shape
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.loggers import loggers
 from fedsim.runs.metrics import Row, update_code
 from fedsim.runs.record import RunResult
-from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
+from fedsim.runs.resolve import (
+    CentralEvaluation,
+    Resolved,
+    charges_examples,
+    ledger_of,
+    strategy_of,
+)
 from fedsim.runs.round_rows import RoundRows
-from fedsim.runs.run_ledgers import Ending, RunLedgers
-from fedsim.runs.split_record import check_state_dir
+from fedsim.runs.run_ledgers import Ending, RunLedgers, node_ledgers
 from fedsim.runs.summary import leave_report
 from fedsim.strategies import Rounds, round_timeout, rounds_of, run_to_end
 
@@ -72,22 +83,30 @@ class Session:
     ) -> None:
         self.resolved = resolved
         config = resolved.config
-        self.strategy = strategy_of(resolved, directory.ledger if directory else None)
+        run, out = (secrets.token_hex(16), None)
+        if directory is not None:
+            run, out = directory.run, directory.path
+        self.strategy = strategy_of(resolved, ledger_of(resolved, "client", out))
+        if charges_examples(config):
+            resolved.trainer.record_in(ledger_of(resolved, "example", out))
         self.evaluation, self._uncovered = CentralEvaluation(resolved), resolved.uncovered
         self._arrays = resolved.initial_arrays
         self._rows: list[Row] = []
-        # HMAC of all rows but the last: a checkpoint is written before its own row is in the file.
-        self._rows_code = None if directory is None else directory.metrics_file.row_code()
+        # Of all rows but the last: a checkpoint is written before its own row is in the file.
+        self._rows_code = hashlib.sha256()
         self._directory = directory
         self._callbacks = Callbacks({**_of_config(resolved), **(callbacks or {})})
         self.end_requested = False
         self._round_complete = True
         self._end_request = end_request
-        resolved.trainer.join(self.strategy.ledger.run)
         if resume is not None:
             self._restore(resume)
+        else:
+            self.strategy.begin(run)
+            if (examples := resolved.trainer.ledger) is not None:
+                examples.resume(End(), run)
+            resolved.trainer.join(run)
         signing_key(config.noise.ledger_key)  # refuses a bad key now rather than at the end
-        check_state_dir(resolved, record=True)
         self._round_rows = RoundRows(resolved, self.strategy)
         self._config = config.to_run_config()
         self._first_config = self._config if resume is None else resume.first_config
@@ -99,16 +118,19 @@ class Session:
         self._since = time.perf_counter()
 
     def _restore(self, state: RunState) -> None:
+        examples, counted = self.resolved.trainer.ledger, state.strategy["ledger"]
         if self._directory is not None:
-            ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
-            ledger.check_continues(End(state.ledger_head, state.ledger_length))
-            if client_ledgers is not None:
-                client_ledgers.restore(state.client_ledgers)
+            self.strategy.ledger.check_continues(End(counted["head"], counted["length"]))
+        if examples is not None:
+            examples.check_continues(End(**state.examples))
         # Whether the budget stops the run is decided again: it may have been raised since.
         self.strategy.restore({**state.strategy, "stopped": None})
+        if examples is not None:
+            examples.resume(End(**state.examples), self.strategy.run)
+        self.resolved.trainer.join(self.strategy.run)
         self.resolved.trainer.keep(state.clients, state.round)
         self._arrays = array_record(state.parameters)
-        self._rows = [state.row]
+        self._rows = [state.row] if state.row else []
         self._callbacks.restore(state.callbacks)
         if self._directory is None:
             return
@@ -116,25 +138,26 @@ class Session:
         rows = file.rows_before(state.metrics_length, state.metrics_code)
         if len(rows) < state.metrics_length - 1:
             _log.warning("%s has lost rows of rounds before %s.", file.path, state.round)
-        self._rows_code = file.row_code(rows)
-        self._rows = [*rows, state.row]
+        for row in rows:
+            update_code(self._rows_code, row)
+        self._rows = [*rows, *self._rows]
 
     def state(self) -> RunState:
         """State after the last round, for a checkpoint."""
-        ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
+        examples = self.resolved.trainer.ledger
         return RunState(
             round=self.strategy.rounds_done,
             parameters=tensors(self._arrays),
             strategy=self.strategy.state(),
             clients=self.resolved.trainer.state(),
-            ledger_head=ledger.head,
-            ledger_length=len(ledger.heads),
+            release=self.resolved.release,
+            examples=to_json(End() if examples is None else examples.end),
+            data=data_shape(self.resolved.data),
             metrics_length=len(self._rows),
-            metrics_code="" if self._rows_code is None else self._rows_code.hexdigest(),
+            metrics_code=self._rows_code.hexdigest(),
             row=self._rows[-1] if self._rows else {},
             config=self._config,
             first_config=self._first_config,
-            client_ledgers={} if client_ledgers is None else client_ledgers.state(),
             callbacks=self._callbacks.state(),
         )
 
@@ -146,7 +169,11 @@ class Session:
         """The remaining rounds, as a generator; the caller sends their messages."""
         before = self._rows[-1:]
         self._callbacks.on_start(self.status())
-        self._charge_planned()
+        self._charge_rest()
+        if self._checkpoints is not None and not self.strategy.rounds_done:
+            # A log is cut back to its beginning, and its plan charged once in any case.
+            evidence = self.strategy.randomness.seed is None
+            self._checkpoints.begin(fixed=evidence and self.strategy.plan.closed)
         if self._rows[-1:] != before and self._directory is not None and self._checkpoints:
             self._directory.metrics_file.start(self._round_rows.columns, self._rows)
             self._checkpoints.save(self.strategy.rounds_done, again=True)
@@ -220,8 +247,12 @@ class Session:
         )
 
     def _ledgers(self) -> RunLedgers:
-        clients = self.resolved.client_ledgers
-        return RunLedgers(self._config, self.strategy.ledger, clients, self.ending)
+        examples = self.resolved.trainer.ledger
+        path = Path() if self._directory is None else self._directory.path
+        own = [] if examples is None else [examples]
+        if examples is None and self._directory is not None:
+            own = [*map(Ledger.read, node_ledgers(path, self._config))]
+        return RunLedgers(self._config, self.strategy.ledger, own, self.ending, path=path)
 
     @property
     def ending(self) -> Ending:
@@ -249,27 +280,28 @@ class Session:
         self._finish_round(self._round_rows.of_round(server_round, result, seconds))
 
     def _finish_round(self, row: Row) -> None:
-        if self._rows and self._rows_code is not None:
+        if self._rows:
             update_code(self._rows_code, self._rows[-1])
         self._rows.append(row)
         self._callbacks.on_round(self.status())
-        self._charge_planned()
+        self._charge_rest()
         if self._checkpoints is not None:
             self._checkpoints.on_round(self._rows[-1])
         self._stop_if_requested()
         self._since = time.perf_counter()
 
-    def _charge_planned(self) -> None:
-        """Charge the whole plan's cost, where that applies, once a callback has ended the run.
+    def _charge_rest(self) -> None:
+        """Charge all planned rounds once a callback has ended the run.
 
         The decision to stop may depend on released values, and then the number of releases does
-        too: the ledger and the last row say so.
+        too: the ledger and the last row say so. A run that declares such ends is charged for all
+        its rounds before the first.
         """
-        if self._callbacks.stopped is not None and self.strategy.rounds_done:
-            self._ledgers().charge_planned()
-            # A run that was killed has recorded rounds after the one that it is resumed from.
-            made = max(self.strategy.rounds_done, self.strategy.ledger.rounds_made)
-            self._rows[-1] = {**self._rows[-1], **self._round_rows.spent(made)}
+        done, rounds = self.strategy.rounds_done, self.resolved.config.rounds
+        if self._callbacks.stopped is not None and done:
+            self.strategy.charge_rest(rounds)
+            self.resolved.trainer.charge_rest(done, rounds)
+            self._rows[-1] = {**self._rows[-1], **self._round_rows.spent(done)}
 
     def _stop_if_requested(self) -> None:
         """Let no further round begin if a callback, a signal or another process asked to end."""

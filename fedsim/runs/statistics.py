@@ -23,10 +23,8 @@ from fedsim.federation.arrays import tensors
 from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Floats, Moments
 from fedsim.models.statistics import Statistics
 from fedsim.privacy import Budget, Entry, Ledger
-from fedsim.privacy.durable import archived
 from fedsim.rows import Layout
 from fedsim.runs.data_split import resolve_data
-from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import release_plan
 from fedsim.runs.metrics import finite_json
 from fedsim.runs.record import RunResult
@@ -178,22 +176,22 @@ def private_dataset(config: RunConfig, request: StatisticsRequest) -> Dataset:
     return resolve_data(private.replace(**{"engine.device": "cpu"})).dataset
 
 
-def refuse_spent_budget(config: RunConfig, directory: Path) -> None:
-    """Refuse a budget that earlier releases in a run's directory have spent, before it is replaced.
+def refuse_spent_budget(config: RunConfig) -> None:
+    """Refuse a budget that earlier releases in a shared ledger (privacy.ledger) have spent.
 
     Raises
     ------
     FedsimError
         If ``noise.max-epsilon`` does not allow one more release.
     """
-    ledger, limit = RunDirectory(directory).ledger, config.noise.max_epsilon
-    if limit is None or not (ledger.is_file() or archived(ledger)):
+    ledger, limit = Path(config.privacy.ledger), config.noise.max_epsilon
+    if limit is None or not config.privacy.ledger or not ledger.is_file():
         return
     release = Entry(event=release_plan(config).charge(1))
     budget = Budget(limit, config.noise.delta, "noise.max-epsilon")
     if Ledger.read(ledger).would_exceed(release, budget=budget):
         raise FedsimError(
-            f"{budget.message(release, ledger)}, where earlier releases count; nothing is released "
+            f"{budget.message(release, ledger=ledger)}, where earlier releases count; nothing is released "
             "or written."
         )
 
@@ -260,6 +258,7 @@ def _config(
             "cohort": everybody,
             "mechanism": mechanism,
             "noise": noise | {k: "" if value is None else value for k, value in cost.items()},
+            "privacy": {"ledger": config.privacy.ledger},
             "evaluate": {"every": 0},
         }
     )

@@ -29,10 +29,10 @@ from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import refuse_other_files, refuse_other_objects
 from fedsim.runs.metrics import brief
 from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
+from fedsim.runs.resume import refuse_other_run
 from fedsim.runs.run_ledgers import SUMMARY_FORMAT, Ending
 from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
@@ -99,9 +99,8 @@ def whole_record(path: Path) -> RunRecord:
         if model_metadata(model).get("round") != record.rounds:
             return record  # the saved model is older than the last row
         config = RunConfig.load(path / "config.toml")
-        refuse_other_files(path, config)
         resolved = resolve(config)
-        refuse_other_objects(RunDirectory(path), resolved)
+        refuse_other_run(RunDirectory(path), resolved)
         saved = load_file(regular_files.require(model))
         arrays = {name: saved[name] for name in resolved.initial_arrays}
         summary = measured(resolved, CentralEvaluation(resolved), arrays)

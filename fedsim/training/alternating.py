@@ -66,10 +66,8 @@ def parts(
         payload = replace(whole.payload, shared=personal.shared, columns=columns)
         client_state = PersistentState("reset", whole.stepper.algorithm, personal, 0)
         rounds = make(model, client_state, payload)
-        if (releases := rounds.releases) is not None:
-            releases.changing = resting
-            if rounds_of_parts and (first := rounds_of_parts[0].releases) is not None:
-                releases.ledgers = first.ledgers  # one client has one ledger
+        if rounds_of_parts and rounds.releases is not None:
+            rounds.releases = rounds_of_parts[0].releases  # one client has one history
         rounds_of_parts.append(rounds)
     return rounds_of_parts
 

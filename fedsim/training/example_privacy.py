@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-
-from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.base import require_mechanism
-from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, worst_client
-from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.privacy import (
+    Accountant,
+    Budget,
+    Entropy,
+    Entry,
+    Event,
+    Ledger,
+    worst_client,
+)
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.laws import Sampler
+from fedsim.privacy.ledger import OverBudgetError, RunProgress
 from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
@@ -38,9 +38,7 @@ from fedsim.training.batches import (
     plan_batches,
     plan_poisson,
 )
-from fedsim.training.paths.choice import TrainedModel
-from fedsim.training.paths.examples import GradientMethod
-from fedsim.training.steps import RoundStart, Stepper
+from fedsim.training.data import ClientData
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,11 @@ class ExamplePrivacy:
     delta : float
     max_epsilon : float, optional
         Largest epsilon that a client may spend.
-    stopping : Stopping
-        Whether released values may end the run: the budget then holds at half of delta.
-    ledger_dir : path, optional
-        Directory of the clients' ledgers; in memory by default.
+    rounds : int, optional
+        Planned number of rounds.
+    may_stop : bool
+        Whether what is released may end the run: each client is then charged for all ``rounds``
+        before its first.
     unprotected_metrics : bool
         Whether a client reports its un-noised training loss.
     """
@@ -89,22 +88,13 @@ class ExamplePrivacy:
     chunk: Annotated[int, Ge(0)] = 0
     delta: Annotated[float, Gt(0), Lt(1)] = 1e-5
     max_epsilon: Annotated[float | None, Gt(0)] = None
-    stopping: Stopping = FIXED
-    ledger_dir: Path | None = None
+    rounds: Annotated[int | None, Ge(1)] = None
+    may_stop: bool = False
     unprotected_metrics: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)
         require_mechanism(self.mechanism, "ExamplePrivacy")
-
-    def ledgers(self) -> ClientLedgers:
-        """The clients' ledgers, which record releases and enforce the budget."""
-        return ClientLedgers(
-            self.ledger_dir,
-            delta=self.delta,
-            max_epsilon=self.max_epsilon,
-            stopping=self.stopping,
-        )
 
     @cached_property
     def noise(self) -> Independent:
@@ -120,9 +110,7 @@ class ExamplePrivacy:
         """Whether any client's epsilon is finite."""
         return self.mechanism.guarantee == "gaussian" and self.noise.multiplier > 0
 
-    def plan(
-        self, work: LocalWork, size: int, rounds: int | None = None
-    ) -> ReleasePlan[Mechanism] | None:
+    def plan(self, work: LocalWork, size: int) -> ReleasePlan[Mechanism] | None:
         """Release plan of a client with ``size`` examples; None without any."""
         if size == 0:
             return None
@@ -131,7 +119,8 @@ class ExamplePrivacy:
             sampler=self._sampler(work, size),
             bound=self.mechanism,
             noise=self.noise,
-            rounds=rounds,
+            rounds=self.rounds,
+            may_stop=self.may_stop,
             releases=work.steps_of(size),
         )
 
@@ -203,133 +192,172 @@ def example_epsilon(
 
 
 class ExampleReleases:
-    """Makes the ledger entries of clients' rounds, and records them.
-
-    A release counts as the same as an earlier one if two things hold. It belongs to the same round
-    of the same run; without a name of the run, it was made by this very object. And the client's
-    keyed fingerprint of all that the release depends on is the same: data and normalisation, frozen
-    parameters, received tensors, the work, and the files of the user's own code.
+    """Records what clients release of their examples, a ledger line for all that are asked at once.
 
     Parameters
     ----------
     privacy : ExamplePrivacy
-    trained : TrainedModel
-    stepper : Stepper
+    data : ClientData
     work : LocalWork
-    method : GradientMethod
+    entropy : "config" or "system"
+        Source of the clients' noise.
+    rows : str
+        Why each row depends on one example alone, as a ledger says it.
 
     Attributes
     ----------
+    ledger : Ledger
+        In memory only, until another one is set.
     run : str or None
-        Name of the run, by the key in its directory; None if it is unknown.
-    changing : collection of str
-        Names of frozen parameters that change between rounds: they count as received tensors.
+        Id of the run; None if it is unknown.
     """
 
     def __init__(
         self,
         privacy: ExamplePrivacy,
-        trained: TrainedModel,
-        stepper: Stepper,
+        data: ClientData,
         work: LocalWork,
-        method: GradientMethod,
+        *,
+        entropy: Entropy,
+        rows: str,
     ) -> None:
-        self.ledgers = privacy.ledgers()
-        self._privacy, self._model, self._work = privacy, trained.model, work
-        self._data, algorithm = stepper.data, stepper.algorithm
-        # In the fingerprint, since another path or method gives other bits.
-        path = f"{stepper.path.name}, {method.name}"
-        bounded = (privacy.mechanism, privacy.noise, privacy.sampling)
-        self._settings = (algorithm, work, *bounded, path, stepper.device.type)
-        self._code = (algorithm, trained.loss, privacy.mechanism, *trained.model.modules())
-        self._rows = method.evidence
+        self._privacy, self._data, self._work = privacy, data, work
+        self.ledger = Ledger(delta=privacy.delta)
+        self._entropy, self._rows = entropy, rows
         self.run: str | None = None
-        self.changing: Collection[str] = ()
-        self._unique_release = f"once:{secrets.token_hex(16)}"
+        limit, key = privacy.max_epsilon, "client.noise.max-epsilon"
+        self._budget = None if limit is None else Budget(limit, privacy.delta, key)
+        self._charged: dict[int, int] = {}  # clients that have not begun the round of their charge
 
-    def record(self, round: int, clients: Iterable[RoundStart]) -> None:
-        """Write a ledger line for each of these clients; it is on disk when this returns.
+    def charge(
+        self, round: int, client_ids: Iterable[int], *, begins: bool = False, partly: bool = True
+    ) -> dict[int, str]:
+        """Record a round of these clients; it is on disk when this returns.
 
-        Raises
-        ------
-        FedsimError
-            If a client's budget does not allow it, or if it repeats a round of a run with other
-            data or another model while its noise is determined by the seed.
+        Parameters
+        ----------
+        round : int
+        client_ids : iterable of int
+        begins : bool
+            Whether they begin the round now.
+        partly : bool
+            Whether to charge the others if the budget of some does not allow it.
+
+        Returns
+        -------
+        dict of int to str
+            Clients whose budget does not allow it, and why.
         """
-        for entry in self._entries(round, clients):
-            self.ledgers.record(entry)
+        due = sorted({*client_ids} - {c for c, number in self._charged.items() if number == round})
+        refused: dict[int, str] = {}
+        while due:
+            over = self._record(round, due)
+            refused |= over
+            if not over or not partly:
+                break
+            due = [client for client in due if client not in over]
+        if partly or not refused:
+            self._charged.update(dict.fromkeys(due, round))
+        if begins:
+            for client in client_ids:
+                self._charged.pop(client, None)
+        return refused
 
-    def exceeded(self, round: int, clients: Iterable[RoundStart]) -> str | None:
-        """Why one of these clients' budgets forbids the round; None if all allow it."""
-        if self._privacy.max_epsilon is None:
-            return None
-        return self.ledgers.exceeded(self._entries(round, clients))
+    def _record(self, round: int, client_ids: Sequence[int]) -> dict[int, str]:
+        """Write a line for these clients; those whose budget does not allow it, and why."""
+        ended = {
+            client: f"round {round} would follow the last one that client {client} was charged for"
+            for client in client_ids
+            if self._privacy.may_stop and 0 < self._progress(client).through < round
+        }
+        entries = [] if ended else self._entries(round, client_ids)
+        if not entries:
+            return ended
+        try:
+            if any(entry.through for entry in entries):
+                rounds = self._privacy.rounds or 1
+                of_rounds = partial(self._entries, round, client_ids)
+                self.ledger.record_longest(of_rounds, rounds, self._budget)
+            else:
+                self.ledger.record(*entries, budget=self._budget)
+        except OverBudgetError as error:
+            assert self._budget is not None
+            return {
+                client: self._budget.message(entries[0], client)
+                for client in error.owners
+                if client is not None
+            }
+        return {}
 
-    def _entries(self, round: int, clients: Iterable[RoundStart]) -> Iterator[Entry]:
-        for start in clients:
-            # Without a run's name, no earlier entry may match but those of this very object.
-            size = self._data.size(start.client)
-            plan = self._privacy.plan(self._work, size)
-            if plan is not None:
-                yield Entry(
-                    round=round,
-                    client=start.client,
-                    level="example",
-                    event=plan.charge(round),
-                    entropy=start.randomness.entropy,
-                    release=(start.randomness.release or "") if self.run else self._unique_release,
-                    run=self.run,
-                    fingerprint=self.ledgers.fingerprint(self._parts(start)),
-                    mechanism=str(self._privacy.mechanism),
-                    placement="client",
-                    public={
-                        "examples": size,
-                        "steps": plan.releases,
-                        **plan.public,
-                        "rows": self._rows,
-                    },
-                )
+    def _progress(self, client: int) -> RunProgress:
+        return self.ledger.progress(self.run, "release", client)
 
-    def _parts(self, start: RoundStart) -> Iterator[bytes]:
-        yield self._frozen
-        yield repr((self._settings, start.randomness, dict(start.numbers))).encode()
-        data = self._data
-        examples = torch.from_numpy(data.indices[start.client]).to(data.x.device)
-        tensors = {"x": data.x[examples], "y": data.y[examples], "mean": data.mean, "std": data.std}
-        tensors["mask"] = None if data.mask is None else data.mask[examples]
-        if data.unusable is not None:
-            tensors["unusable"] = torch.from_numpy(data.unusable[data.indices[start.client]])
-        parameters = dict(self._model.named_parameters())
-        tensors |= {f"changing.{name}": parameters[name] for name in self.changing}
-        yield from _tensor_parts(tensors | dict(start.received))
+    def _entries(
+        self, round: int, client_ids: Sequence[int], rounds: int | None = None
+    ) -> list[Entry]:
+        """An entry for each size of clients; ``rounds``: of a plan that is charged as a whole."""
+        groups: dict[tuple[Event, int | None, int], list[int]] = {}
+        plans: dict[int, ReleasePlan[Mechanism]] = {}
+        for client in client_ids:
+            size = self._data.size(client)
+            plan = plans.get(size) or self._privacy.plan(self._work, size)
+            if plan is None:
+                continue
+            plans[size] = plan
+            event, through = self._due(plan, round, self._progress(client), rounds)
+            groups.setdefault((event, through, size), []).append(client)
+        return [
+            Entry(
+                round=round,
+                through=through,
+                clients=tuple(clients),
+                level="example",
+                event=event,
+                entropy=self._entropy,
+                mechanism=str(self._privacy.mechanism),
+                placement="client",
+                public={
+                    "examples": size,
+                    "steps": plans[size].releases,
+                    **plans[size].public,
+                    "rows": self._rows,
+                },
+                run=self.run,
+            )
+            for (event, through, size), clients in groups.items()
+        ]
 
-    @cached_property
-    def _frozen(self) -> bytes:
-        """Digest of the model, its untrained tensors and user code; only used inside an HMAC."""
-        frozen: dict[str, Tensor | None] = {}
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad and name not in self.changing:
-                frozen[name] = parameter
-        frozen.update(self._model.named_buffers())
-        digest = hashlib.sha256(repr(self._model).encode())
-        for described in (*_tensor_parts(frozen), *_files_of(self._code)):
-            digest.update(len(described).to_bytes(8, "little") + described)
-        return digest.digest()
+    def _due(
+        self,
+        plan: ReleasePlan[Mechanism],
+        round: int,
+        progress: RunProgress,
+        rounds: int | None,
+    ) -> tuple[Event, int | None]:
+        """What a client is charged for a round, and the last round that this pays for."""
+        if progress.drawn(round) and self.ledger.keeps == "evidence":
+            return plan.charge(round, redrawn=True), None
+        if progress.paid(round):
+            return plan.event().times(0), None
+        if plan.may_stop:
+            rounds = rounds or plan.rounds or 1
+            return plan.event().times(rounds), rounds
+        return plan.charge(round), None
 
+    def charge_rest(self, rounds_done: int, rounds: int) -> None:
+        """Charge each client that has released anything for the rest of so many planned rounds.
 
-def _files_of(objects: Iterable[object]) -> Iterator[bytes]:
-    """Contents of the files that define the user's own classes and functions, which may change."""
-    callables = (value.func if isinstance(value, partial) else value for value in objects)
-    for name in sorted({str(value.__module__) for value in callables}):
-        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        if file.is_file() and name.partition(".")[0] not in ("fedsim", "torch"):
-            yield regular_files.read_bytes(file)
-
-
-def _tensor_parts(tensors: Mapping[str, Tensor | None]) -> Iterator[bytes]:
-    for name, tensor in sorted(tensors.items()):
-        if tensor is None:
-            yield f"{name}: none".encode()
-            continue
-        yield f"{name}: {tensor.dtype} {tuple(tensor.shape)}".encode()
-        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        It has no effect if all rounds were charged before the first.
+        """
+        left = rounds - rounds_done
+        clients = sorted(client for client in self.ledger.histories if client is not None)
+        clients = [c for c in clients if self._progress(c).last and not self._progress(c).through]
+        if self._privacy.may_stop or left <= 0 or not clients:
+            return
+        entries = self._entries(rounds_done, clients)
+        self.ledger.record(
+            *(
+                replace(e, event=e.event.once.times(e.event.count * left), through=rounds)
+                for e in entries
+            )
+        )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import PERSONAL_MASK
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.mechanisms import Releaser
+from fedsim.privacy import Entropy
 from fedsim.randomness import Randomness
 from fedsim.training.batches import (
     DRAWN_TOGETHER,
@@ -31,7 +32,7 @@ from fedsim.training.payload import PERSONAL, Payload, ReceivedVectors
 from fedsim.training.plain_steps import plain_loop
 from fedsim.training.private_steps import PrivateLoop, max_chunk
 from fedsim.training.probe import Probe, gradient_methods
-from fedsim.training.steps import EndState, RoundClients, RoundStart, StepLoop, Stepper
+from fedsim.training.steps import EndState, RoundClients, StepLoop, Stepper
 
 _MANY = 2**31
 """Examples of a client that is larger than any real one."""
@@ -70,11 +71,13 @@ class LocalRounds:
     workload : Workload
     privacy : ExamplePrivacy or None
         Example-level privacy, if clients have it.
+    entropy : "config" or "system"
+        Source of their noise.
     method : GradientMethod or None
         Computes their per-example gradients, if they have example-level privacy.
     releases : ExampleReleases or None
-        Records clients' releases in their ledgers; None without example-level privacy, or where
-        another trainer has recorded them.
+        Records clients' releases; None without example-level privacy, or where another trainer has
+        recorded them.
     server_numbers : mapping of str to float
         Values of the algorithm's numeric settings that the server sent, replacing its own.
     """
@@ -85,6 +88,7 @@ class LocalRounds:
     payload: Payload
     workload: Workload
     privacy: ExamplePrivacy | None
+    entropy: Entropy = "system"
     method: GradientMethod | None = field(default=None, init=False)
     releases: ExampleReleases | None = field(default=None, init=False)
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
@@ -99,7 +103,9 @@ class LocalRounds:
             # this, since it may be protected: clients with less than a batch fail alone.
             if (plan := self.privacy.plan(work, work.batch_size or _MANY)) is not None:
                 Releaser([plan], stepper.packing.layout, exact=False)
-            self.releases = ExampleReleases(self.privacy, trained, stepper, work, method)
+            self.releases = ExampleReleases(
+                self.privacy, stepper.data, work, entropy=self.entropy, rows=method.evidence
+            )
         # Here for all modules: to visit them for each block would take longer than a small step.
         set_training(trained.model)
 
@@ -149,11 +155,6 @@ class LocalRounds:
             return batch_width(work.batch_size, size) if size else 0
         return privacy.width(work, size, max_chunk(self.stepper))
 
-    def starts(self, vectors: Tensor, clients: RoundClients) -> Iterator[RoundStart]:
-        """Inputs of each client's round, given the received ``vectors [1 or n, d]``."""
-        start = self.client_state.start(self.payload.received(vectors).parameters, clients.carried)
-        return clients.starts(start, self._numbers({}, len(clients)))
-
     @torch.no_grad()
     def fit(
         self,
@@ -191,7 +192,7 @@ class LocalRounds:
         n = len(clients)
         values = self._numbers(numbers, n)
         start = self.client_state.start(received.parameters, clients.carried)
-        self._begin_round(clients, start, values)
+        self._begin_round(clients)
         # Each client gets its own copies, since an algorithm may change them in place.
         named = {k: v.expand(n, -1).clone() for k, v in received.named.items()}
         if self.stepper.algorithm.parts:  # it treats the personal parameters differently
@@ -258,16 +259,21 @@ class LocalRounds:
             keeps_state=self.client_state.kind == "client",
         )
 
-    def _begin_round(
-        self, clients: RoundClients, start: Tensor, numbers: Mapping[str, Floats]
-    ) -> None:
-        """Charge each client for the round, unless it has started the same round before."""
+    def _begin_round(self, clients: RoundClients) -> None:
+        """Charge each client for the round, unless it has started the same round before.
+
+        Raises
+        ------
+        BudgetSpentError
+            If a client's budget does not allow it.
+        """
+        ids, number = clients.client_ids.tolist(), clients.round
         if self.releases is not None:
-            for client in clients.starts(start, numbers):
-                if self._started_rounds.get(client.client) != clients.round:
-                    self.releases.record(clients.round, [client])
-                    self._started_rounds[client.client] = clients.round
-        self._started_rounds.update(dict.fromkeys(clients.client_ids.tolist(), clients.round))
+            beginning = [client for client in ids if self._started_rounds.get(client) != number]
+            for reason in self.releases.charge(number, beginning).values():
+                raise BudgetSpentError(f"{reason}.")
+            self.releases.charge(number, beginning, begins=True)
+        self._started_rounds.update(dict.fromkeys(ids, number))
 
     def _numbers(self, columns: Mapping[str, Sequence[float]], n: int) -> dict[str, Floats]:
         """Values ``[n]`` of each numeric setting of the algorithm, for ``n`` clients.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,36 +49,6 @@ class RoundClients:
     def seeds(self) -> Seeds:
         """Seeds of the models' own random draws (dropout) in the round."""
         return Seeds(self.randomness, self.client_ids, self.round)
-
-    def starts(self, theta: Tensor, numbers: Mapping[str, Floats]) -> Iterator[RoundStart]:
-        """Inputs of each client's round, given the start parameters ``theta [n, D]``."""
-        for position, client in enumerate(self.client_ids.tolist()):
-            received = {"start": theta[position]}
-            # Rows of a client without state are undefined: they may be another client's.
-            rows = self.carried.rows if self.carried.present[position] else {}
-            received |= {f"kept.{name}": values[position] for name, values in rows.items()}
-            values = {name: float(column[position]) for name, column in numbers.items()}
-            yield RoundStart(client, self.randomness[position], received, values)
-
-
-@dataclass(frozen=True)
-class RoundStart:
-    """Inputs of one client's round.
-
-    Attributes
-    ----------
-    client : int
-    randomness : Randomness
-    received : mapping of name to Tensor
-        Start parameters, and state from earlier rounds.
-    numbers : mapping of name to float
-        Numeric settings of the algorithm, which may differ between clients.
-    """
-
-    client: int
-    randomness: Randomness
-    received: Mapping[str, Tensor]
-    numbers: Mapping[str, float]
 
 
 @dataclass

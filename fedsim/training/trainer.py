@@ -16,7 +16,7 @@ from fedsim.arguments import check_arguments
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import FedsimError, users_traceback_alone
-from fedsim.privacy import ClientLedgers
+from fedsim.privacy import Ledger
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows.block import KEEP_SINCE, RUN, Block, ClientStates
@@ -33,7 +33,7 @@ from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths import choice
 from fedsim.training.payload import Payload, Personal, positions_of
-from fedsim.training.steps import RoundClients, RoundStart, Stepper
+from fedsim.training.steps import Stepper
 
 
 class Trainer:
@@ -192,7 +192,15 @@ class Trainer:
         written = positions_of(packing, statistics, self.device) if statistics else None
         stepper = Stepper(chosen, data, algorithm, packing, client_state.entries, max_norm, written)
         stepper.captured = captured_steps(stepper, self.block_size)
-        return LocalRounds(trained, stepper, client_state, payload, self.workload, privacy)
+        return LocalRounds(
+            trained,
+            stepper,
+            client_state,
+            payload,
+            self.workload,
+            privacy,
+            self.randomness.entropy,
+        )
 
     @property
     def population(self) -> int:
@@ -236,7 +244,7 @@ class Trainer:
         self.randomness = Randomness(self.randomness.seed, release)
 
     def join(self, run: str) -> None:
-        """Set the run's id, by which clients recognise repeated rounds and their state."""
+        """Set the run's id, by which its ledger lines and its clients' state are known."""
         self.client_state.store.join(run)
         for part in self._parts:
             if part.releases is not None:
@@ -266,9 +274,7 @@ class Trainer:
         """A trainer of the same clients on another device, with the same path and block size."""
         model, state = copy.deepcopy(self.model), self.client_state.kind
         copied = self._copy(model=model, path=self.path.name, device=device, state=state)
-        for part in copied._parts:
-            part.releases = None  # the original records its releases (`charge`)
-        return copied
+        return copied.without_ledger()  # the original records them (`charge`)
 
     def _copy(self, **changes: Any) -> Self:
         names = (
@@ -356,30 +362,43 @@ class Trainer:
         yield from self.evaluation.blocks(vector, client_ids, round, self.randomness.repeated())
 
     @property
-    def ledgers(self) -> ClientLedgers | None:
-        """Privacy ledgers of the clients; None without example-level privacy."""
+    def ledger(self) -> Ledger | None:
+        """Ledger of the clients' releases, in memory unless `record_in` names another.
+
+        None without example-level privacy, or where another process records them.
+        """
         releases = self._parts[0].releases
-        return None if releases is None else releases.ledgers
+        return None if releases is None else releases.ledger
 
-    def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
-        """Why these clients' budgets forbid a round from ``vector [d]``; None if they allow it."""
-        part = self._part(vector, round)
-        if part.releases is None:
-            return None
-        return part.releases.exceeded(round, self._starts(part, vector, client_ids, round))
+    def record_in(self, ledger: Ledger) -> None:
+        """Record the releases of these clients' examples in a ledger of example level."""
+        for part in self._parts:
+            if part.releases is not None:
+                part.releases.ledger = ledger
 
-    def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
-        """Record the releases of these clients, which a copy will train from ``vector``."""
-        part = self._part(vector, round)
-        if part.releases is not None:
-            part.releases.record(round, self._starts(part, vector, client_ids, round))
+    def charge(
+        self, client_ids: Ints, round: int, *, begins: bool = False, partly: bool = True
+    ) -> Mapping[int, str]:
+        """Record, as one ledger line, what these clients will release of their examples in a round.
 
-    def _starts(
-        self, part: LocalRounds, vector: Tensor, client_ids: Ints, round: int
-    ) -> Iterator[RoundStart]:
-        carried = self.client_state.store.load(client_ids, round)
-        clients = RoundClients(client_ids, round, [self.randomness] * len(client_ids), carried)
-        return part.starts(self._on_device(vector)[None], clients)
+        Parameters and result are those of `BlockTrainer.charge`; ``partly=False``: if the budget of
+        some does not allow it, nobody is charged.
+        """
+        releases = self._parts[0].releases
+        if releases is None:
+            return {}
+        return releases.charge(round, client_ids.tolist(), begins=begins, partly=partly)
+
+    def charge_rest(self, rounds_done: int, rounds: int) -> None:
+        """Charge clients for the rest of so many planned rounds, which releases have ended."""
+        if (releases := self._parts[0].releases) is not None:
+            releases.charge_rest(rounds_done, rounds)
+
+    def without_ledger(self) -> Self:
+        """This trainer, whose clients' releases another process records from now on."""
+        for part in self._parts:
+            part.releases = None
+        return self
 
     def _part(self, vector: Tensor, round: int) -> LocalRounds:
         """The local rounds of the parameters that train in a round from ``vector [d]``."""

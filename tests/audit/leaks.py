@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,6 @@ from fedsim.mechanisms.releaser import Release, Releaser
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy import Entry, Ledger
 from fedsim.privacy.laws import Poisson
-from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.randomness import Draws, Randomness
 from fedsim.rows.norms import norms_of
 from fedsim.strategies import DPFedAvg
@@ -368,17 +367,17 @@ def _cohort_byte() -> Iterator[None]:
 @contextmanager
 def budget(change: Callable[[Ledger, bool], bool]) -> Iterator[None]:
     """Change the answer before a round, and check nothing when its line is written."""
-    exceeds, write = Ledger.would_exceed, LedgerFile.write
+    over = Ledger.over
 
-    def changed(self: Ledger, *settings: Any, **named: Any) -> bool:
-        return change(self, exceeds(self, *settings, **named))
+    def changed(self: Ledger, *settings: Any) -> tuple[None, ...]:
+        return (None,) if change(self, bool(over(self, *settings))) else ()
 
-    def unchecked(self: LedgerFile, entry: Entry, budget: object) -> bool:
-        return write(self, entry, None)
+    def unchecked(self: Ledger, entries: Sequence[Entry], budget: object) -> Sequence[Entry]:
+        return entries
 
     with (
-        patch.object(Ledger, "would_exceed", changed),
-        patch.object(LedgerFile, "write", unchecked),
+        patch.object(Ledger, "over", changed),
+        patch.object(Ledger, "_affordable", unchecked),
     ):
         yield
 

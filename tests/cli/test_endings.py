@@ -28,7 +28,6 @@ FILES = [
     ".fedsim-run",
     "checkpoint",
     "config.toml",
-    "fingerprint.key",
     "ledger.jsonl",
     "manifest.json",
     "metrics.csv",
@@ -276,7 +275,7 @@ def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(
     assert ends["file size"] == [
         1,
         "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl, "
-        "fingerprint.key; `fedsim run run --resume` resumes it from its first round.\n",
+        "`fedsim run run --resume` resumes it from its first round.\n",
     ]
 
 

@@ -105,7 +105,7 @@ def test_a_delta_at_which_a_row_could_be_published_is_said_before_any_round(
     both = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.delta": 0.5, "rounds": 1}
     resolved = resolve(RunConfig.load(examples).replace(**both))
     # Where whole clients are protected too, their numbers of examples are theirs.
-    (said,) = warnings(resolved, None)
+    (said,) = warnings(resolved)
     assert said.startswith("Warning: delta = 0.5 is at least 1 / 30,")
 
 

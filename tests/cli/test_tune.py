@@ -80,8 +80,8 @@ def test_what_clients_keep_is_neither_written_nor_spent(state, tmp_path, monkeyp
     fedsim.run(config, out=tmp_path / "run")
 
     def contents():
-        files = sorted(file for file in kept.rglob("*") if file.is_file())
-        return {str(file.relative_to(kept)): file.read_bytes() for file in files}
+        files = sorted(file for file in tmp_path.rglob("*") if file.is_file())
+        return {str(file.relative_to(tmp_path)): file.read_bytes() for file in files}
 
     before = contents()
     assert before

@@ -15,8 +15,8 @@ from benchmarks.environments import environment
 from fedsim.audit import SyntheticFederation
 from fedsim.audit.adapters.flower import strategy_target
 from fedsim.cohorts import FullCohort
+from fedsim.errors import BudgetSpentError
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
-from fedsim.privacy.ledger_file import BudgetSpentError
 from fedsim.privacy.losses import gaussian_epsilon
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/ledger"))

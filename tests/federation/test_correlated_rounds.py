@@ -93,7 +93,7 @@ def test_a_plan_is_charged_before_its_first_round_and_ends_with_its_last(tmp_pat
     assert [entry.event.count for entry in strategy.ledger.entries] == [1] + [0] * (ROUNDS - 1)
     assert "8 releases" in str(strategy.privacy_statement())
     # Nothing is secret that follows from the seed; what does not is gone with the last round.
-    assert strategy.state()["noise"]["secret"] == ""
+    assert strategy.state()["noise"]["secrets"] == []
     drawn = strategy_of(tmp_path / "drawn.jsonl")
     releases(drawn, range(1, ROUNDS + 1))
     assert "noise" not in drawn.state()
@@ -131,27 +131,6 @@ def test_the_secret_of_a_state_that_is_refused_is_not_taken() -> None:
     assert other.state()["noise"] == noise
 
 
-@pytest.mark.parametrize("noise", [Banded(Z, coefficients="1 .6"), BLT(Z, coefficients=".7 .5")])
-def test_a_plan_is_extended_by_a_strategy_with_more_rounds(tmp_path: Path, noise: Noise) -> None:
-    for seed in (None, 5):
-        first = strategy_of(tmp_path / f"{seed}.jsonl", seed, noise=noise)
-        made = releases(first, range(1, ROUNDS - 1))
-        longer = strategy_of(tmp_path / f"{seed}.jsonl", seed, noise=noise, rounds=ROUNDS + 3)
-        longer.restore(first.state())
-        made += releases(longer, range(ROUNDS - 1, ROUNDS + 4))
-        planned = strategy_of(seed=seed, noise=noise, rounds=ROUNDS + 3)
-        whole = planned.plan.epsilon(1e-5)
-        assert longer.ledger.epsilon(1e-5) == pytest.approx(whole, rel=1e-9)
-        assert f"extended to {ROUNDS + 3}" in str(longer.privacy_statement())
-        if seed is not None:
-            expected = releases(planned, range(1, ROUNDS + 4))
-            # But for float32 parameters, which begin at zero again.
-            assert np.abs(np.array(made) - np.array(expected)).max() < 1e-4
-    shorter = strategy_of(tmp_path / "5.jsonl", 5, noise=noise)
-    with pytest.raises(FedsimError, match=f"rounds = {ROUNDS}; it must be {ROUNDS + 3}"):
-        shorter.restore(longer.state())
-
-
 def test_a_round_that_is_made_once_more_costs_a_row_of_the_plan_more(tmp_path: Path) -> None:
     first = strategy_of(tmp_path / "ledger.jsonl")
     noise = releases(first, range(1, 4))
@@ -161,7 +140,7 @@ def test_a_round_that_is_made_once_more_costs_a_row_of_the_plan_more(tmp_path: P
     resumed.restore(state)
     plan = resumed.plan
     again = releases(resumed, range(4, 5))[0]
-    extra = plan.charge(4, 1)
+    extra = plan.charge(4, redrawn=True)
     assert extra.count == 1
     spent = Accountant([plan.charge(1), extra]).epsilon(1e-5)
     assert resumed.ledger.epsilon(1e-5) == pytest.approx(spent)
@@ -206,12 +185,20 @@ def test_a_round_without_replies_is_a_round_of_zeros(tmp_path: Path, noise: Nois
 def test_the_secret_of_a_plan_is_in_its_state_alone(tmp_path: Path) -> None:
     strategy = strategy_of(tmp_path / "ledger.jsonl")
     releases(strategy, range(1, 3))
-    secret = strategy.state()["noise"]["secret"]
-    assert len(secret) == 64
+    ((first, secret),) = strategy.state()["noise"]["secrets"]
+    assert (first, len(secret)) == (1, 64)
     assert secret not in (tmp_path / "ledger.jsonl").read_text()
     assert secret not in str(strategy.privacy_statement())
-    assert strategy_of(tmp_path / "other.jsonl").state()["noise"]["secret"] != secret
-    assert strategy_of(seed=3).state()["noise"]["secret"] == ""
+    assert strategy_of(tmp_path / "other.jsonl").state()["noise"]["secrets"] != [[1, secret]]
+    assert strategy_of(seed=3).state()["noise"]["secrets"] == []
+    # Each strategy that continues it draws under a fresh one.
+    resumed = [strategy_of(tmp_path / "ledger.jsonl") for _ in range(2)]
+    for one in resumed:
+        one.restore(strategy.state())
+    fresh = [one.state()["noise"]["secrets"] for one in resumed]
+    assert fresh[0][0] == fresh[1][0] == [1, secret]
+    assert [pairs[1][0] for pairs in fresh] == [3, 3]
+    assert fresh[0][1] != fresh[1][1]
 
 
 @pytest.mark.parametrize("noise", [Independent(Z), LambdaCGD(Z, coefficients="0")])

@@ -79,7 +79,7 @@ def declared_in_messages(resolved: Resolved) -> list[object]:
     return [m.content.config_records["config"].get(DECLARED_EXAMPLES) for m in messages]
 
 
-def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, caplog) -> None:
+def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(caplog) -> None:
     config = RunConfig().replace(
         **{
             "rounds": 1,
@@ -87,7 +87,6 @@ def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, 
             "client.batch-size": 41,
             "client.mechanism.name": "clipping",
             "client.noise.multiplier": 1.0,
-            "client.state-dir": str(tmp_path),
             "evaluate.every": 0,
         }
     )
@@ -102,8 +101,9 @@ def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, 
     assert (row["usable"], row["failed-raised"]) == (3, 1)
     size = len(indices[2])
     assert f"this client has {size} examples, but {size + 1} are declared for it" in caplog.text
-    ledgers = sorted(path.name for path in tmp_path.glob("client-*.jsonl"))
-    assert ledgers == ["client-0.jsonl", "client-1.jsonl", "client-3.jsonl"]
+    # What a client was asked for is charged before it answers, or does not.
+    assert sorted(server.trainer.ledger.histories) == [0, 1, 2, 3]
+    assert sorted(nodes.ledger.histories) == [0, 1, 3]
     # Weighed alike, nothing is declared, and a node's data are its own affair.
     uniform = resolve(server.config.replace(**{"mechanism.weighting": "uniform"}))
     assert drive(uniform, grid).metrics[0]["usable"] == 4

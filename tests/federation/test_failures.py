@@ -155,22 +155,21 @@ class Spent(Fixed):
 
 
 @pytest.mark.parametrize(
-    ("spent", "population", "trusted", "rounds"),
+    ("spent", "population", "rounds"),
     [
-        (1, 4, False, 3),  # a stranger may say so: it is left out alone
-        (3, 4, False, 3),
-        (1, 1, False, 3),
-        (4, 4, False, 0),  # nobody is left who would go on
-        (1, 4, True, 0),
+        (1, 4, 3),  # a stranger may say so: it is left out alone
+        (3, 4, 3),
+        (1, 1, 3),
+        (4, 4, 0),  # nobody is left who would go on
     ],
 )
 def test_no_single_client_ends_a_federation_by_saying_that_its_budget_is_spent(
-    spent, population, trusted, rounds
+    spent, population, rounds
 ):
     run = strategy(
         mechanism=NoPrivacy("uniform"),
         noise_multiplier=0.0,
-        clients=ClientTraining(private_examples=True, budgets_end_run=trusted),
+        clients=ClientTraining(private_examples=True),
         cohort=FullCohort(population),
     )
     trainer = Spent(torch.ones(population, 2))

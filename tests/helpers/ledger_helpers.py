@@ -21,7 +21,7 @@ def release(round: int, z: float = 1.5) -> dict[str, object]:
         "clip_norm": 1.0,
         "mechanism": "normalization",
         "entropy": "config",
-        "release": "seed-1",
+        "run": "seed-1",
     }
 
 

@@ -181,7 +181,7 @@ def test_a_plan_is_charged_with_its_first_round_and_its_rounds_are_drawn_in_turn
     event = plan.charge(1)
     assert Event.from_dict(event.to_dict()) == event
     # A round that is made once more is one plain Gaussian more.
-    again = Accountant([event, plan.charge(3, 1)]).epsilon(1e-5)
+    again = Accountant([event, plan.charge(3, redrawn=True)]).epsilon(1e-5)
     assert expected < again < Accountant([Event(noise_multiplier=1.0, count=3)]).epsilon(1e-5)
     z = calibrate(target_epsilon=2.0, cohort=cohort, rounds=12, delta=1e-5)
     assert 1.99 < epsilon(noise_multiplier=z, cohort=cohort, rounds=12, delta=1e-5) <= 2.0

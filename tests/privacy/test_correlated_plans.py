@@ -14,7 +14,6 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Ledger, epsilon
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import rounds_within
-from fedsim.privacy.claims import Stopping
 from fedsim.privacy.entry import History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import Full, Participation, Poisson
@@ -79,7 +78,7 @@ def test_a_plan_is_one_gaussian_charged_with_its_first_round() -> None:
     charges = [plan.charge(number) for number in range(1, 101)]
     assert Accountant(charges).epsilon(1e-5) == pytest.approx(plan.epsilon(1e-5))
     assert Accountant(charges[:1]).epsilon(1e-5) == pytest.approx(plan.epsilon(1e-5))
-    for event in (charges[0], charges[1], plan.charge(3, 1)):
+    for event in (charges[0], charges[1], plan.charge(3, redrawn=True)):
         assert Event.from_dict(event.to_dict()) == event
     calibrated = plan.calibrated(3.0, 1e-5)
     assert 2.999 < calibrated.epsilon(1e-5) <= 3.0
@@ -90,17 +89,27 @@ def test_a_plan_is_one_gaussian_charged_with_its_first_round() -> None:
     )
 
 
-def test_what_may_still_be_released_of_a_plan_costs_nothing_more() -> None:
+def test_a_plan_that_releases_may_end_is_charged_before_its_first_round() -> None:
     plan = plan_of(Cyclic(5, population=100), LambdaCGD(2.0), 20)
-    spent = History(Entry(event=plan.charge(number)) for number in range(1, 8))
-    stopping = Stopping(rounds_left=20).after(7)
-    assert stopping.epsilon(spent, 1e-5) == pytest.approx(plan.epsilon(1e-5))
-    groups = plan_of(Cyclic(5, population=100), Independent(2.0), 20)
-    spent = History(Entry(event=groups.charge(number)) for number in range(1, 8))
-    assert spent.accountant.releases == 2
-    planned = stopping.planned(spent)
-    assert planned.releases == 4
-    assert planned.epsilon(1e-5) == pytest.approx(groups.epsilon(1e-5))
+    stops = replace(plan, may_stop=True)
+    assert stops.closed
+    for one, rounds in (
+        (stops, 20),
+        (replace(plan_of(Cyclic(5, population=100), Independent(2.0), 20), may_stop=True), 20),
+        (replace(plan_of(Poisson(0.1, 100), Independent(2.0), 7), may_stop=True), 7),
+    ):
+        charged = History(Entry(event=one.charge(t)) for t in range(1, rounds + 1))
+        assert charged.accountant.epsilon(1e-5) == pytest.approx(one.epsilon(1e-5))
+        first = History([Entry(event=one.charge(1))])
+        assert first.accountant.epsilon(1e-5) == pytest.approx(one.epsilon(1e-5))
+        assert one.charged_ahead
+        assert one.epsilon(1e-5, after=3) < one.epsilon(1e-5)
+        # A round that is drawn again costs one more release.
+        assert first.after(Entry(event=one.charge(1, redrawn=True))).epsilon(1e-5) > one.epsilon(
+            1e-5
+        )
+    with pytest.raises(FedsimError, match="may_stop is True, and the plan has no number of rounds"):
+        replace(plan_of(Poisson(0.1, 100), Independent(2.0), 7), rounds=None, may_stop=True)
 
 
 def test_groups_in_turn_cost_one_sampled_gaussian_in_as_many_rounds() -> None:
@@ -181,8 +190,6 @@ def test_a_line_counts_nothing_only_after_one_that_covers_it(tmp_path) -> None:
     other = plan_of(Cyclic(5, population=100), LambdaCGD(1.0), 20)
     with pytest.raises(FedsimError, match="round 3 counts 0"):
         ledger.record(Entry(round=3, event=other.charge(3)))
-    with pytest.raises(FedsimError, match="only a law of several rounds"):
-        Event(noise_multiplier=1.0, count=0)
 
 
 def test_what_is_no_plan_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Entry, Event, Law, Ledger
-from fedsim.privacy.events import dominating_event, shipped_laws, simple_laws
+from fedsim.privacy.events import shipped_laws, simple_laws
 from fedsim.privacy.laws import DeclaredLaw, FixedSizeLaw, FullLaw, PoissonLaw
 from fedsim.privacy.losses import ORDERS, DiscretePair, SampledGaussian
 
@@ -80,30 +80,12 @@ def test_a_ledger_is_continued_and_read_with_a_law_that_stands_there_once(tmp_pa
     event = Event(noise_multiplier=1.1, law=Own())
     ledger = Ledger(tmp_path / "ledger.jsonl", delta=DELTA)
     for t in (1, 2):
-        assert ledger.record(Entry(event=event, round=t, release="a", entropy="config", run="r"))
+        ledger.record(Entry(event=event, round=t, entropy="config", run="r"))
     again = Ledger(tmp_path / "ledger.jsonl", delta=DELTA)
-    assert not again.record(Entry(event=event, round=2, release="a", entropy="config", run="r"))
-    again.record(Entry(event=event, round=3, release="a", entropy="config", run="r"))
+    again.record(Entry(event=event, round=3, entropy="config", run="r"))
     lines = again.path.read_bytes().splitlines(keepends=True)
     assert len(lines[1]) > 20 * len(lines[2]) > 20 * len(lines[3]) / 2
     assert Ledger.read(again.path).epsilon(DELTA) == spent(Own(), 1.1, 3)
-
-
-def test_a_torn_line_with_a_users_law_is_settled_by_the_same_release(tmp_path):
-    event = Event(noise_multiplier=1.1, law=Own())
-    names = {"release": "a", "entropy": "config", "run": "r"}
-    for whole in (2, 3):
-        path = tmp_path / f"{whole}.jsonl"
-        ledger = Ledger(path)
-        for t in range(1, whole):
-            ledger.record(Entry(event=event, round=t, **names))
-        lines = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])
-        torn = Ledger(path, declared=event)
-        assert torn.entries[-1].kind == "torn"
-        torn.record(Entry(event=event, round=whole - 1, **names))
-        assert torn.entries[-1].settles
-        assert Ledger.read(path).history.counts == {event: whole - 1}
 
 
 @pytest.mark.parametrize(
@@ -125,20 +107,6 @@ def test_a_law_that_is_data_says_nothing_of_less_noise():
     with pytest.raises(FedsimError, match=r"known only at its author's noise multiplier, 1\.1"):
         spent(law, 1.0, 5)
     assert spent(law, 2.0, 5) == spent(law, 1.1, 5)
-
-
-def test_a_torn_line_among_different_laws_costs_as_much_as_the_costliest():
-    others = [
-        Event(noise_multiplier=1.1, law=Own(), count=3),
-        Event(noise_multiplier=1.0, law=FullLaw()),
-        Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.2)),
-    ]
-    worst = dominating_event(others)
-    assert worst is not None
-    assert worst.count == 3
-    for event in others:
-        cost = Accountant([event]).cost(DELTA)
-        assert Accountant([worst]).epsilon(DELTA) >= cost.rdp_epsilon - 1e-9
 
 
 @pytest.mark.slow
@@ -164,7 +132,6 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
         "allocation",
         "correlated",
         "cyclic",
-        "extended",
         "fixed",
         "full",
         "known-allocation",
@@ -174,11 +141,7 @@ def test_every_law_of_fedsims_own_is_found_by_its_name():
     }
     assert set(shipped_laws()) == own
     # A command line can say none of those that are around another one.
-    assert own - set(simple_laws()) == {
-        "correlated",
-        "extended",
-        "known-allocation",
-    }
+    assert own - set(simple_laws()) == {"correlated", "known-allocation"}
     laws = [FixedSizeLaw(size=3, population=9), PoissonLaw(rate=0.3), FullLaw(population=4)]
     for law in laws:
         assert shipped_laws()[law.name] is type(law)

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedsim.cohorts import CyclicCohort, FullCohort, PoissonCohort, SeparatedCohort
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
-from fedsim.privacy.ledger_file import BudgetSpentError
 from fedsim.privacy.noise.banded import Banded
 
 PLAN = ReleasePlan(
@@ -59,7 +58,7 @@ def test_a_loop_that_fails_in_a_round_has_spent_it_and_spends_it_again(tmp_path:
         raise ZeroDivisionError
     again = Ledger(path)
     with again.release(PLAN, 1) as entry:
-        assert entry.attempt == 1
+        assert entry.round == 1
     assert again.epsilon(1e-5) == pytest.approx(PLAN.epsilon(1e-5, after=2), rel=1e-9)
 
 

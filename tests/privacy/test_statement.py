@@ -10,8 +10,9 @@ import pytest
 from ledger_helpers import COHORT, DELTA, ZEROED, release
 
 from fedsim.cohorts import CyclicCohort, FixedCohort, FullCohort, PoissonCohort, SeparatedCohort
-from fedsim.privacy import Accountant, Entry, Event, Ledger, Statement
+from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.laws import FullLaw, PoissonLaw
+from fedsim.privacy.ledger import statement_of
 from fedsim.privacy.losses import gaussian_delta
 
 
@@ -165,5 +166,5 @@ def test_a_delta_that_lets_somebody_be_published_whole_is_warned_of(delta, warne
         event = Event(noise_multiplier=multiplier, law=FullLaw(adjacency="zero-out"))
         ledger.record(Entry(event=event, level="example", public={"examples": examples}))
     # The smallest client's, whoever pays most.
-    said = str(Statement.of([few, many], delta))
+    said = str(statement_of([few, many], delta))
     assert ("is at least 1 / 100, a client's examples" in said) == warned

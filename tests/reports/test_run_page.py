@@ -148,7 +148,7 @@ def test_clients_metrics_with_noise_are_no_round_and_not_called_unprotected(tmp_
     fedsim.run(RunConfig().replace(**PRIVATE, **own), out=tmp_path / "run")
     record = RunRecord.read(tmp_path / "run")
     assert record.released is not None
-    assert record.released.of_round
+    assert record.released.kind == "release"
     words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
     assert "probability 0.5" in " ".join(words.split())
     assert "with noise (evaluate.private)" in words

@@ -47,14 +47,16 @@ def test_the_statement_is_about_examples_and_counts_every_invocation(tmp_path: P
     assert result.metrics[-1]["example-epsilon"] == pytest.approx(result.privacy.epsilon)
 
 
-def test_each_client_has_a_ledger_with_a_line_a_round(tmp_path: Path) -> None:
-    result = fedsim.run(BASE, out=tmp_path / "run")
-    spent = []
-    for client in range(5):
-        ledger = Ledger.read(tmp_path / "run" / "clients" / f"client-{client}.jsonl")
-        assert [entry.round for entry in ledger.entries] == [1, 2]
-        assert ledger.level == "example"
-        spent.append(ledger.epsilon(1e-5))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_driver_writes_a_line_a_round_of_all_clients(tmp_path: Path, workers: int) -> None:
+    result = fedsim.run(BASE.replace(**{"engine.workers": workers}), out=tmp_path / "run")
+    ledger = Ledger.read(tmp_path / "run" / "ledger-examples.jsonl", delta=1e-5)
+    assert (ledger.level, len(ledger.lines)) == ("example", 3)
+    for number in (1, 2):
+        entries = [entry for entry in ledger.entries if entry.round == number]
+        assert sorted(c for entry in entries for c in entry.clients) == [0, 1, 2, 3, 4]
+        assert len({entry.public["examples"] for entry in entries}) == len(entries) == 2
+    spent = [history.accountant.epsilon(1e-5) for history in ledger.histories.values()]
     assert max(spent) == pytest.approx(result.privacy.epsilon, rel=1e-6)
 
 
@@ -91,7 +93,7 @@ def test_a_clients_size_refuses_no_run_that_protects_whole_clients(settings, tmp
     config = BASE.replace(**both, **settings)
     local = fedsim.run(config, out=tmp_path / "local")
     assert local.ended == "finished"
-    assert [entry.round for entry in Ledger.read(tmp_path / "local" / "ledger.jsonl").charged] == [
+    assert [entry.round for entry in Ledger.read(tmp_path / "local" / "ledger.jsonl").entries] == [
         1,
         2,
     ]
@@ -149,15 +151,13 @@ def test_the_privacy_command_asks_each_level_at_its_own_delta(tmp_path: Path) ->
     assert verified.exit_code == 0, verified.output
 
 
-@pytest.mark.parametrize("lost", ["clients/client-3.jsonl", "clients"])
-def test_a_run_whose_clients_ledgers_are_gone_does_not_verify(tmp_path: Path, lost: str) -> None:
+def test_a_run_whose_clients_ledger_is_gone_does_not_verify(tmp_path: Path) -> None:
     fedsim.run(BASE, out=tmp_path / "run")
-    (tmp_path / "run" / lost).rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "ledger-examples.jsonl").unlink()
     verified = CliRunner().invoke(app, ["privacy", str(tmp_path / "run"), "--verify", "--json"])
-    (check,) = [c for c in json.loads(verified.output) if c["subject"] == "clients' chains"]
+    (check,) = [c for c in json.loads(verified.output) if c["subject"] == "manifest"]
     assert (verified.exit_code, check["passed"]) == (1, False)
-    assert "3" in check["detail"]
-    assert "missing" in check["detail"]
+    assert "it names client and example ledgers, and there are client" in check["detail"]
 
 
 def test_the_privacy_command_answers_for_examples(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def reached(directory: Path, *, but: tuple[str, ...] = ()) -> dict[str, object]:
         "rows": [
             {k: v for k, v in row.items() if k not in operators} for row in run.metrics_file.rows()
         ],
-        "charged": [(entry.round, entry.event) for entry in charged.charged],
+        "charged": [(entry.round, entry.event) for entry in charged.entries],
         "spent": charged.epsilon(),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -172,12 +171,6 @@ def hashes(ledger: Path) -> list[str]:
     return [json.loads(line)["hash"] for line in lines]
 
 
-@pytest.fixture(autouse=True)
-def one_key(monkeypatch):
-    """Clients' fingerprints are keyed by a secret of the directory's; here all have one."""
-    monkeypatch.setattr("fedsim.privacy.durable.secrets.token_bytes", bytes)
-
-
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path):
     settings = dict(CASES[case])
@@ -211,24 +204,32 @@ def test_clients_state_of_a_checkpoint_is_kept_in_a_directory_that_is_given_on_r
 def test_a_state_of_another_format_is_refused():
     kept, text = Session(resolve(BASE)).state().to_parts()
     with pytest.raises(ValueError, match="has format 9, and this fedsim reads"):
-        RunState.from_parts(kept, text.replace('"format": 2', '"format": 9'))
+        RunState.from_parts(kept, text.replace('"format": 3', '"format": 9'))
 
 
 @pytest.mark.parametrize("case", ["banded noise", "a tree", "lambda-CGD"])
-def test_a_plan_of_the_systems_entropy_goes_on_with_its_secret(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedsim.privacy.durable.secrets.token_bytes", os.urandom)
+def test_a_plan_of_the_systems_entropy_goes_on_with_a_fresh_secret(case, tmp_path):
     config = BASE.replace(**CASES[case], **{"noise.entropy": "system"})
     with killed_in(4):
         fedsim.run(config, out=tmp_path)
-    secret = Checkpoints(tmp_path / "checkpoint").newest().strategy["noise"]["secret"]
+    state = Checkpoints(tmp_path / "checkpoint").newest().strategy["noise"]
+    ((first, secret),) = state["secrets"]
+    assert first == 1
+    with killed_in(5):
+        fedsim.run(config, out=tmp_path, resume=True)
+    # Rounds 1 and 2 keep theirs; those that are made since have one of their own.
+    again = Checkpoints(tmp_path / "checkpoint").newest().strategy["noise"]["secrets"]
+    assert [pair[0] for pair in again] == [1, 3]
+    assert again[0] == [1, secret] != again[1]
     resumed = fedsim.run(config, out=tmp_path, resume=True)
     entries = Ledger.read(tmp_path / "ledger.jsonl").entries
-    # Rounds 3 and 4 were drawn twice: each is a row of the plan more, and nothing else.
-    assert [entry.round for entry in entries] == [1, 2, 3, 4, 3, 4, 5, 6]
+    # Rounds 3 to 5 were drawn twice: each is a row of the plan more, and nothing else.
+    assert [entry.round for entry in entries] == [1, 2, 3, 4, 3, 4, 5, 5, 6]
     plan = resolve(RunConfig.load(tmp_path / "config.toml")).plan
-    charged = [*(plan.charge(t) for t in range(1, 7)), plan.charge(3, 1), plan.charge(4, 1)]
-    again = Accountant(charged).epsilon(config.noise.delta)
-    assert resumed.privacy.epsilon == pytest.approx(again)
+    charged = [plan.charge(t) for t in range(1, 7)]
+    charged += [plan.charge(t, redrawn=True) for t in (3, 4, 5)]
+    spent = Accountant(charged).epsilon(config.noise.delta)
+    assert resumed.privacy.epsilon == pytest.approx(spent)
     # Nobody needs the secret any more, and nothing else has it.
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if secret.encode() in path.read_bytes()]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import fedsim
 from fedsim import RunConfig, regular_files
 from fedsim.errors import FedsimError
-from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy import Entry, Event, Ledger
 from fedsim.privacy.manifest import LEDGER_KEY
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.run_lock import RunLock
@@ -35,13 +35,14 @@ def old_run(path: Path) -> RunDirectory:
     """A run's directory in which every file of a run is there."""
     directory = RunDirectory(path)
     with directory.claim("seed = 1\n"):
-        for file in (directory.ledger, directory.report, directory.done):
+        for file in (directory.report, directory.done):
             file.write_text("old")
+        Ledger(directory.ledger).record(Entry(event=Event(noise_multiplier=1.0), entropy="config"))
         directory.metrics_file.start(["round"])
         directory.save_model({"w": torch.zeros(1)})
         for kept in (directory.clients, directory.checkpoint):
             kept.mkdir()
-            (kept / "client-0.jsonl").write_text("old")
+            (kept / "round-1.safetensors").write_text("old")
     return directory
 
 
@@ -67,22 +68,17 @@ def test_the_empty_string_is_not_the_current_directory() -> None:
             use("")
 
 
-def test_overwriting_archives_every_ledger_and_touches_no_other_file(tmp_path: Path) -> None:
+def test_overwriting_replaces_the_run_and_touches_no_other_file(tmp_path: Path) -> None:
     old_run(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     for seed in (2, 3):
         directory = RunDirectory(tmp_path)
         with directory.claim(f"seed = {seed}\n", overwrite=True):
-            directory.ledger.write_text(f"of {seed}")
+            directory.report.write_text(f"of {seed}")
     kept = {name: text for name, text in files(tmp_path).items() if name != MARKER}
     assert kept == {
-        "archive/1/config.toml": "seed = 1\n",
-        "archive/1/ledger.jsonl": "old",
-        "archive/1/clients/client-0.jsonl": "old",
-        "archive/2/config.toml": "seed = 2\n",
-        "archive/2/ledger.jsonl": "of 2",
         "config.toml": "seed = 3\n",
-        "ledger.jsonl": "of 3",
+        "report.html": "of 3",
         "notes.txt": "mine",
     }
 
@@ -199,7 +195,6 @@ def test_a_run_that_fails_before_it_begins_leaves_nothing(tmp_path: Path) -> Non
     with ExitStack() as claim:
         claim.enter_context(pytest.raises(KeyError))
         claim.enter_context(directory.claim("seed = 1\n"))
-        Fingerprints(directory.path).code()  # makes the run's key
         raise KeyError
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".hidden").write_text("mine")

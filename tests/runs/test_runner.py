@@ -117,7 +117,6 @@ def test_a_run_leaves_its_artefacts(tmp_path: Path) -> None:
         "checkpoint",
         "config.toml",
         "done",
-        "fingerprint.key",
         "ledger.jsonl",
         "manifest.json",
         "metrics.csv",

@@ -151,16 +151,17 @@ def test_statistics_add_up_with_the_rounds_of_a_later_run(
     config = RunConfig.parse(
         tree | {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 3.0}}
     ).replace(**{"task.loss": "squared-error", "task.metrics": ""})
+    own = run(config, data=NUMBERS).statements[0]
+    config = config.replace(**{"privacy.ledger": str(tmp_path / "shared.jsonl")})
     plan = StatisticsPlan.of(
         config, StatisticsRequest(target_epsilon=0.5, inputs=(-4.0, 4.0)), NUMBERS
     )
-    alone = run(plan.config, out=tmp_path, data=NUMBERS).statements[0]
+    alone = run(plan.config, out=tmp_path / "statistics", data=NUMBERS).statements[0]
     assert alone.epsilon == pytest.approx(0.5, rel=1e-3)
-    assert len(Ledger.read(tmp_path / "ledger.jsonl").entries) == 1
-    together = run(config, out=tmp_path, overwrite=True, data=NUMBERS).statements[0]
-    assert together.before == 1
-    assert together.this_run is not None
-    assert together.epsilon > max(together.this_run.epsilon, 0.5)
+    assert len(Ledger.read(tmp_path / "shared.jsonl").entries) == 1
+    together = run(config, out=tmp_path / "run", data=NUMBERS).statements[0]
+    assert together.cost.releases == own.cost.releases + 1
+    assert together.epsilon > max(own.epsilon, 0.5)
     assert together.adjacency == adjacency
 
 

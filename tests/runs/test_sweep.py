@@ -12,18 +12,17 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.allowed_code import allow
 from fedsim.cli import main
-from fedsim.cli.sweep_cost import joint_cost_sentence
-from fedsim.cohorts import FixedCohort, PoissonCohort
+from fedsim.cli.sweep_cost import _joint
+from fedsim.cohorts import PoissonCohort
 from fedsim.config.release_keys import split_settings
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
-from fedsim.privacy.claims import Stopping
+from fedsim.privacy import Accountant, Event, epsilon
 from fedsim.reports.sweep import joint_cost, joint_example_cost
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.record import RunRecord
 from fedsim.runs.run_ledgers import RunLedgers
-from fedsim.runs.sweep import grid_runs, is_done, parse_axes, run_sweep
+from fedsim.runs.sweep import SweepRun, grid_runs, is_done, parse_axes, run_sweep
 from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
@@ -245,24 +244,17 @@ def test_runs_whose_clients_share_a_directory_do_not_share_their_state(tmp_path:
 def test_choosing_among_runs_costs_their_composition(tmp_path: Path) -> None:
     grid = grid_runs(BASE, parse_axes(["client.lr=0.1,0.2,0.3"]))
     run_sweep(grid, tmp_path)
-    ledgers = {RunDirectory(tmp_path / m.label).ledger: Stopping(rounds_left=3) for m in grid}
     together = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=9, delta=1e-5)
-    assert joint_cost(ledgers, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
+    assert joint_cost(grid, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
     alone = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=3, delta=1e-5)
     record = RunRecord.read(tmp_path / grid[0].label, RunLedgers())
     assert record.last("epsilon") == pytest.approx(alone, rel=1e-6)
-    # Where releases have chosen this composition among several, they share delta.
+    # Evaluations are a part of the plans.
+    evaluated = {"evaluate.private": True, "evaluate.clients-every": 2, "evaluate.multiplier": 2.0}
     spent = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(9)])
-    planned = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(12)])
-    shared = joint_cost(dict.fromkeys(ledgers, Stopping(rounds_left=4)), 1e-5, 6)
-    assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))
-    assert shared.delta == 1e-5
-    # With an evaluation every other round, of which the third round and the fourth have one left.
-    evaluation = Event.of(PoissonCohort(rate=0.4), 2.0)
-    left = Stopping(rounds_left=4, evaluation=evaluation, evaluation_every=2)
-    planned.add(evaluation.times(3))
-    shared = joint_cost(dict.fromkeys(ledgers, left), 1e-5, 6)
-    assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))
+    spent.add(Event.of(PoissonCohort(rate=1.0), 2.0).times(3))
+    runs = grid_runs(BASE.replace(**evaluated), parse_axes(["client.lr=0.1,0.2,0.3"]))
+    assert joint_cost(runs, 1e-5).epsilon == pytest.approx(spent.epsilon(1e-5), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -292,21 +284,21 @@ def test_the_joint_cost_is_stated_only_where_all_runs_have_the_same_clients(
 def test_partitions_without_a_seed_have_the_same_clients_in_every_run() -> None:
     changes = {"partition.name": "by-owner", "partition.clients": 9}
     grid = grid_runs(BASE.replace(**changes), parse_axes(["seed=1,2"]))
-    assert len({split_settings(member.config) for member in grid}) == 1
+    assert len({str(split_settings(member.config)) for member in grid}) == 1
     others = grid_runs(BASE.replace(**changes), parse_axes(["partition.column=owner,work"]))
-    assert len({split_settings(member.config) for member in others}) == 2
+    assert len({str(split_settings(member.config)) for member in others}) == 2
     dealt = grid_runs(BASE, parse_axes(["seed=1,2"]))
-    assert len({split_settings(member.config) for member in dealt}) == 2
+    assert len({str(split_settings(member.config)) for member in dealt}) == 2
 
 
-def test_runs_of_different_splits_cannot_share_client_ledgers(
+def test_runs_of_different_splits_cannot_share_a_ledger(
     tmp_path: Path,
 ) -> None:
     protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
     free = {"mechanism.name": "none", "noise.multiplier": ""}
-    kept = {"client.state-dir": str(tmp_path / "kept")}
+    kept = {"privacy.ledger": str(tmp_path / "kept.jsonl")}
     grid = grid_runs(BASE.replace(**free, **protected, **kept), parse_axes(["seed=1,2"]))
-    with pytest.raises(FedsimError, match="ledger there would be about several clients'"):
+    with pytest.raises(FedsimError, match="the costs of different people cannot be added up"):
         run_sweep(grid, tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
@@ -318,37 +310,19 @@ def test_choosing_among_runs_costs_each_clients_examples_their_composition(
     free = {"mechanism.name": "none", "noise.multiplier": "", "rounds": 2, "cohort.rate": 1.0}
     grid = grid_runs(BASE.replace(**free, **protected), parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path)
-    kept = {tmp_path / member.label / "clients": 0 for member in grid}
-    one = joint_example_cost(dict([*kept.items()][:1]), 1e-5)
-    both = joint_example_cost(kept, 1e-5)
+    one, both = joint_example_cost(grid[:1], 1e-5), joint_example_cost(grid, 1e-5)
     assert both.releases == 2 * one.releases
     assert both.epsilon > one.epsilon > 0
-    shared = joint_example_cost(dict.fromkeys(kept, 3), 1e-5, 4)
-    assert both.epsilon < joint_example_cost(kept, 1e-5 / 2).epsilon < shared.epsilon
+    alone = RunRecord.read(tmp_path / grid[0].label).last("example-epsilon")
+    assert one.epsilon == pytest.approx(alone)
 
 
-def test_where_splits_differ_an_example_may_be_the_costliest_clients_in_every_run(
-    tmp_path: Path,
-) -> None:
-    kept = {tmp_path / "1": 0, tmp_path / "2": 0}
-    for directory, few, many in zip(kept, (0, 1), (1, 0), strict=True):
-        ledgers = ClientLedgers(directory, delta=1e-5)
-        for client, count in ((few, 1), (many, 9)):
-            event = Event(noise_multiplier=3.0, count=count)
-            ledgers.of(client).record(Entry(event=event, level="example", client=client))
-    by_client = Accountant([Event(noise_multiplier=3.0, count=10)])
-    anybody = Accountant([Event(noise_multiplier=3.0, count=18)])
-    assert joint_example_cost(kept, 1e-5).epsilon == by_client.epsilon(1e-5)
-    assert joint_example_cost(kept, 1e-5, same_examples=False).epsilon == anybody.epsilon(1e-5)
-
-
-def test_a_sweep_says_that_releases_of_different_splits_have_no_joint_cost(tmp_path: Path) -> None:
-    ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
-    for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
-        Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
-    (member,) = grid_runs(BASE, parse_axes(["seed=1"]))
-    told = joint_cost_sentence(dict.fromkeys(ledgers, member), 1e-5)
-    assert "together have no figure: events are accounted for" in told
+def test_a_sweep_says_that_releases_of_different_neighbours_have_no_joint_cost() -> None:
+    tree = {k: v for k, v in BASE.to_run_config().items() if k != "cohort.rate"}
+    others = RunConfig.from_run_config({**tree, "cohort.name": "fixed", "cohort.size": 4})
+    runs = [SweepRun({}, BASE), SweepRun({}, others)]
+    told = _joint(runs, lambda runs: joint_cost(runs, 1e-5), "client")
+    assert "which have no figure: events are accounted for" in told
 
 
 def test_axes_take_any_values_and_refuse_nonsense() -> None:

@@ -14,14 +14,14 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger
-from fedsim.privacy.claims import Stopping
+from fedsim.privacy import Accountant, Ledger
 from fedsim.reports.run_page import run_page
 from fedsim.reports.seed_groups import SeedGroup
-from fedsim.reports.sweep import best_of, draw, joint_cost, over_seeds, read_runs, seeds_csv, to_csv
+from fedsim.reports.sweep import best_of, draw, over_seeds, read_runs, seeds_csv, to_csv
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
+from fedsim.runs.resolve import resolve
 from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.runs.sweep import SweepRun, grid_runs, parse_axes, run_sweep
 from fedsim.tasks.named_metrics import Accuracy
@@ -233,11 +233,12 @@ def test_the_cost_of_choosing_counts_releases_of_a_failed_run(
     with pytest.raises(SystemExit):
         main(["sweep", "c.toml", "--over", "client.lr=0.1,0.2", "--out", "out"])
     ledgers = sorted(Path("out").glob("*/ledger.jsonl"))
-    released = [len(Ledger.read(path).charged) for path in ledgers]
+    released = [len(Ledger.read(path).entries) for path in ledgers]
     assert released == [2, 1]
     told = " ".join(capsys.readouterr().out.split())
-    together = joint_cost(dict.fromkeys(ledgers, Stopping(rounds_left=2)), 1e-5)
-    assert f"epsilon = {together.epsilon:.4g}" in told
+    # Both plans of two rounds count, whatever was made of them.
+    event = resolve(RunConfig.load(Path("c.toml"))).plan.event()
+    assert f"epsilon = {Accountant([event.times(4)]).epsilon(1e-5):.4g}" in told
 
 
 def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,16 +39,20 @@ Z64 = {"dtype": torch.float64}
 
 
 def private_trainer(algorithm, mechanism=None, z=1.0, *, model=None, data=None, **kw):
-    given = {k: kw.pop(k) for k in ("sampling", "chunk", "ledger_dir", "hardened") if k in kw}
+    given = {k: kw.pop(k) for k in ("sampling", "chunk", "hardened") if k in kw}
+    ledger = kw.pop("ledger", None)
     privacy = None if mechanism is None else ExamplePrivacy(mechanism, z, **given)
     kw = {"batch_size": 5, "steps": 4, "randomness": RANDOMNESS} | kw
-    return Trainer(
+    trainer = Trainer(
         model or make_mlp(**Z64),
         algorithm,
         data or make_data(SIZES, **Z64),
         privacy=privacy,
         **kw,
     )
+    if ledger is not None:
+        trainer.record_in(Ledger(ledger, delta=1e-5))
+    return trainer
 
 
 def final(trainer, ids=IDS, round=1):
@@ -340,36 +345,21 @@ def test_the_rate_settles_where_noise_dominates():
 
 def test_a_clients_ledger_counts_every_invocation(tmp_path):
     trainer = private_trainer(
-        AdadpLR(lr=0.3, discard=True), Clipping(0.5), 1.5, ledger_dir=tmp_path, steps=6,
+        AdadpLR(lr=0.3, discard=True), Clipping(0.5), 1.5, ledger=tmp_path / "l.jsonl", steps=6,
     )  # fmt: skip
     for t in (1, 2):
         final(trainer, IDS, t)
-    assert not (tmp_path / "client-2.jsonl").exists()
-    ledger = Ledger(tmp_path / "client-3.jsonl")
-    assert [entry.round for entry in ledger.entries] == [1, 2]
-    event = ledger.entries[0].event
+    ledger = Ledger.read(tmp_path / "l.jsonl")
+    assert sorted(ledger.histories) == [0, 1, 3, 4]  # client 2 has no examples
+    of_client = [entry for entry in ledger.entries if 3 in entry.clients]
+    assert [entry.round for entry in of_client] == [1, 2]
+    event = of_client[0].event
     assert (event.count, event.law.rate, event.noise_multiplier) == (6, 5 / 33, 1.5)
     assert ledger.level == "example"
-    assert ledger.epsilon(1e-5) == pytest.approx(
+    assert ledger.histories[3].accountant.epsilon(1e-5) == pytest.approx(
         epsilon(noise_multiplier=1.5, cohort=PoissonCohort(rate=5 / 33), rounds=12, delta=1e-5),
         rel=1e-6,
     )
-
-
-def test_a_round_run_again_with_the_same_draws_is_charged_once(tmp_path):
-    trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), ledger_dir=tmp_path)
-    one, two = final(trainer, IDS[:1]), final(trainer, IDS[:1])
-    assert torch.equal(one.theta, two.theta)
-    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1
-
-
-def test_a_round_run_again_with_the_same_seed_but_anything_else_is_charged_again(tmp_path):
-    for lr in (0.3, 0.4):
-        final(private_trainer(SGD(lr=lr), Clipping(0.5), ledger_dir=tmp_path), IDS[:1])
-    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 2
-    trainer = private_trainer(SGD(lr=0.4), Clipping(0.5), ledger_dir=tmp_path)
-    trainer.fit(trainer.initial() + 1, IDS[:1], 1)
-    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 3
 
 
 def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
@@ -380,11 +370,51 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
             raise RuntimeError("on purpose")
         return CrossEntropy()(outputs, targets)
 
-    trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), ledger_dir=tmp_path, loss=broken)
+    path = tmp_path / "l.jsonl"
+    trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), ledger=path, loss=broken)
     built = True
-    with pytest.raises(RuntimeError, match="on purpose"):
+    for _ in range(2):  # a second attempt draws the same, and of the first nothing has left
+        with pytest.raises(RuntimeError, match="on purpose"):
+            final(trainer, IDS[:1])
+        assert len(Ledger.read(path).entries) == 1
+
+
+@pytest.mark.parametrize("randomness", [RANDOMNESS, Randomness(None)])
+@pytest.mark.parametrize("keeps", ["log", "evidence"])
+def test_each_request_that_is_answered_is_a_line(tmp_path, keeps, randomness):
+    """A node keeps evidence, whatever the server says of its entropy."""
+    trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), randomness=randomness)
+    trainer.record_in(Ledger(tmp_path / "l.jsonl", keeps=keeps, client=0))
+    trainer.join("a run")
+    if keeps == "log" and randomness is not RANDOMNESS:
+        return
+    for _ in range(2):
         final(trainer, IDS[:1])
-    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1
+    ledger = Ledger.read(tmp_path / "l.jsonl", delta=1e-5)
+    assert [(entry.round, entry.run) for entry in ledger.entries] == [(1, "a run")] * 2
+    assert ledger.epsilon() == pytest.approx(
+        epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=5 / 20), rounds=8, delta=1e-5),
+        rel=1e-6,
+    )
+
+
+@pytest.mark.parametrize("asked", [[1, 2, 3], [2, 3], [1, 1, 2]])
+def test_a_plan_that_may_stop_is_charged_at_a_clients_first_request(tmp_path, asked):
+    trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), sampling="poisson")
+    privacy = replace(trainer.privacy, rounds=6, may_stop=True)
+    trainer = private_trainer(SGD(lr=0.3))._copy(privacy=privacy)
+    trainer.record_in(Ledger(tmp_path / "l.jsonl", keeps="evidence"))
+    trainer.join("a run")
+    for number in asked:
+        final(trainer, IDS[:1], number)
+    ledger = Ledger.read(tmp_path / "l.jsonl")
+    again = len(asked) - len({*asked})  # a request that is repeated is one more release
+    assert [entry.event.count for entry in ledger.entries] == [
+        24, *(4 if n in asked[:k] else 0 for k, n in enumerate(asked) if k)
+    ]  # fmt: skip
+    assert sum(ledger.history.counts.values()) == 24 + 4 * again
+    with pytest.raises(FedsimError, match="round 7 would follow the last one that client 0 was"):
+        final(trainer, IDS[:1], 7)
 
 
 def test_a_noise_multiplier_gives_independent_noise_hardened_unless_told_otherwise():
@@ -450,7 +480,7 @@ def test_one_example_more_is_told_apart_and_therefore_not_what_is_claimed():
             SGD(lr=1.0), Clipping(1e-3), 100.0, data=make_data([size], **Z64), batch_size=0, steps=1
         )
         ends = [final(trainer, IDS[:1], t).theta - trainer.initial() for t in range(200)]
-        return torch.stack(ends).std().item(), trainer.ledgers.of(0).statement(1e-5)
+        return torch.stack(ends).std().item(), trainer.ledger.statement(1e-5)
 
     (wide, statement), (narrow, _) = spread(20), spread(21)
     # 200 * 53 draws: a standard deviation is known to .7 %.

@@ -7,7 +7,7 @@ A strategy creates one for each round, and calls it in this order::
         replies = grid.send_and_receive(stage)
     for reply in aggregation.replies(replies):
         aggregation.add(reply)
-    ledger.record(..., aggregation.content())
+    ledger.record(...)  # where clients add noise, before the first message
     release = aggregation.release()
 
 Nothing is released before its ledger line is on disk, and engines, wrappers and loops use no other
@@ -35,7 +35,7 @@ from fedsim.federation.replies import Reply, changed_whole_numbers, read
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Floats, Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
-from fedsim.mechanisms.releaser import NUMBERS, prefetched
+from fedsim.mechanisms.releaser import prefetched
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
@@ -50,19 +50,23 @@ class NoiseSources:
 
     Noise that is correlated over rounds needs the draws of earlier rounds again, also in a process
     that resumes the run. With entropy from the operating system all draws are therefore keyed by
-    one 256-bit secret of the plan. It is stored only in `state`: with it, the noise could be
-    subtracted from all releases.
+    256-bit secrets: one from round 1 on, and a fresh one from the first round after each resume on,
+    so that two resumes of one checkpoint draw independent noise. They are stored only in `state`:
+    with them, the noise could be subtracted from all releases.
     """
 
     def __init__(self, randomness: Randomness, noise: Noise) -> None:
         self._randomness, self._noise = randomness, noise
-        self._secret = ""
-        self._attempts: dict[int, int] = {}
+        self._secrets: list[tuple[int, str]] = []  # the first round of each, and the secret
         if noise.correlated and randomness.seed is None:
-            self._take_secret(secrets.token_hex(32))
+            self._secrets = [(1, secrets.token_hex(32))]
 
-    def _take_secret(self, secret: str) -> None:
-        self._secret, self._randomness = secret, Randomness(0, secret)
+    def _of(self, draw_round: int) -> Randomness:
+        """The source of a round's draws."""
+        if not self._secrets:
+            return self._randomness
+        # A round keeps the secret under which it was drawn first.
+        return Randomness(0, [secret for first, secret in self._secrets if first <= draw_round][-1])
 
     def of_share(self, server_round: int, client: int) -> NoiseSource:
         """The source of a client's share of this round's noise."""
@@ -78,32 +82,29 @@ class NoiseSources:
         return NoiseSource(generator, self._noise.hardened, server_round, other_generators)
 
     def _generator(self, server_round: int, age: int, number: int) -> np.random.Generator:
+        draw_round = server_round - age
+        randomness = self._of(draw_round)
         # Correlated noise uses the draws of earlier rounds (age > 0) again. Every other address is
         # used once; `repeated` marks the exception.
-        randomness = self._randomness.repeated() if age else self._randomness
-        draw_round = server_round - age
-        # Each attempt at a round has its own range of parts: no attempt repeats another's draws.
-        part = self._attempts.get(draw_round, 0) * NUMBERS + number
-        return randomness.generator(Purpose.NOISE, level="client", round=draw_round, part=part)
-
-    def set_attempt(self, server_round: int, attempt: int) -> None:
-        """Use new addresses for a round that was drawn ``attempt`` times before."""
-        if attempt:
-            self._attempts[server_round] = attempt
+        randomness = randomness.repeated() if age else randomness
+        return randomness.generator(Purpose.NOISE, level="client", round=draw_round, part=number)
 
     def state(self) -> dict[str, Any] | None:
-        """The key and attempts that a resumed run needs; the only secret in a strategy's state."""
+        """The secrets that a resumed run needs: the only ones in a strategy's state."""
         if not self._noise.correlated:
             return None
-        return {"secret": self._secret, "attempts": {str(r): n for r, n in self._attempts.items()}}
+        return {"secrets": [[first, secret] for first, secret in self._secrets]}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from `state`."""
-        if state is None:
-            return
-        self._attempts = {int(r): n for r, n in state["attempts"].items()}
-        if state["secret"]:
-            self._take_secret(state["secret"])
+        """Continue from `state`; its rounds keep their secrets."""
+        if state is not None:
+            self._secrets = [(int(first), str(secret)) for first, secret in state["secrets"]]
+
+    def renew(self, first_round: int) -> None:
+        """Draw the noise of all rounds from ``first_round`` on under a fresh secret."""
+        if self._secrets:
+            earlier = [pair for pair in self._secrets if pair[0] < first_round]
+            self._secrets = [*earlier, (first_round, secrets.token_hex(32))]
 
 
 @dataclass
@@ -312,11 +313,6 @@ class ServerSum:
     def total(self) -> PartialSum:
         """Sum of the rows added so far."""
         return self.sum_on(self.instructions.vector.device)
-
-    def content(self) -> Iterator[bytes]:
-        """Bytes of the exact sum, and of all else but the noise that determines the release."""
-        total = self.total
-        return total.content(() if self.shares_asked is None else (self.shares_asked, total.count))
 
     def release(self) -> Release:
         """The round's one release."""

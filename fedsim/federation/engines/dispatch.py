@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.errors import FedsimError
 from fedsim.federation.engines.workers import (
     Crew,
     Worker,
@@ -119,7 +119,7 @@ class Dispatch:
     ----------
     crew : Crew
     trainer : BlockTrainer
-        Stores the clients' states and ledgers.
+        Stores the clients' states, and their ledger.
     instructions : Instructions
     timeout : float or None
     retries : int
@@ -147,11 +147,19 @@ class Dispatch:
         row_bytes = max(vector.numel() * vector.element_size(), 1)
         # Summed rows are not sent, so that their chunks may have any size.
         largest = len(ids) if into is not None else max(1, _CHUNK_BYTES // row_bytes)
+        # Charged once, however often a worker is lost: what it has trained has not left it.
+        self._refused: Mapping[int, str] = {}
+        if instructions.message_type == "train":
+            self._refused = trainer.charge(ids, instructions.round, begins=True)
+            ids = ids[[client not in self._refused for client in ids.tolist()]]
         chunk_ids = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
         self._todo = deque(map(_Chunk, chunk_ids))
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks of all clients, in no particular order."""
+        for client, reason in self._refused.items():
+            _log.warning("client %s does not train: %s", client, reason)
+            yield Block.failed(np.array([client]), "budget")
         # Drop answers of an earlier round that was not read to its end.
         self._crew.begin()
         reference = self._crew.shared(self._instructions)
@@ -183,7 +191,6 @@ class Dispatch:
                 while self._todo and assignment.takes(self._todo[0], depth):
                     chunk = self._todo.popleft()
                     try:
-                        # Only now, so that a client that never begins is not charged.
                         states = self._entry_states(chunk)
                     except FedsimError as error:
                         # Try each alone, so that the others train.
@@ -191,10 +198,7 @@ class Dispatch:
                             self._todo.extendleft(chunk.singles())
                             continue
                         _log.warning("client %s does not train: %s", chunk.client_ids[0], error)
-                        is_over_budget = isinstance(error, BudgetSpentError)
-                        refusals.append(
-                            (chunk.client_ids, "budget" if is_over_budget else "raised")
-                        )
+                        refusals.append((chunk.client_ids, "raised"))
                     else:
                         self._ask(assignment, chunk, states, reference)
         for assignment in self._assignments:
@@ -218,17 +222,16 @@ class Dispatch:
         assignment.queue.append(chunk)
 
     def _entry_states(self, chunk: _Chunk) -> ClientStates:
-        """Write these clients' ledger lines, and return their states, which are stored here.
+        """The states of these clients, which are stored here.
 
         Raises
         ------
         FedsimError
-            If a ledger refuses the line, or a client's state cannot be read.
+            If a client's state cannot be read.
         """
         ids, number = chunk.client_ids, self._instructions.round
         if self._instructions.message_type == "evaluate":
             return self._trainer.state(ids, None)
-        self._trainer.charge(self._instructions.vector, ids, number)
         return self._trainer.state(ids, number)
 
     def _first_done(self, busy: list[_Assignment]) -> _Assignment | None:

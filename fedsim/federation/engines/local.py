@@ -219,6 +219,8 @@ class LocalGrid(Closed, OwnGrid):
             trainer, instructions = self._trainer, messages
             if instructions.message_type == "train":
                 trainer.receive(instructions.config)
+                # One ledger line a round, before any client trains.
+                trainer.charge(instructions.recipients.client_ids, instructions.round)
             self._open = Replies(
                 instructions,
                 partial(self._blocks, trainer, instructions, timeout),

@@ -148,15 +148,6 @@ class Law(ABC):
         """
         return None
 
-    @property
-    def continued(self) -> Law | None:
-        """The law that must have been charged already, if this one is only the difference to it."""
-        return None
-
-    def covers(self, law: Law) -> bool:
-        """Whether ``law`` is already paid for by this law's events and those they continue."""
-        return self == law
-
     def gaussian(self, noise_multiplier: float) -> float | None:
         """``mu``, sensitivity over standard deviation, if a draw is one plain Gaussian, else None.
 

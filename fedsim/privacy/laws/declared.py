@@ -184,18 +184,3 @@ def _evaluated(law: Law, noise_multiplier: float) -> DeclaredLaw:
         removed=None if pairs is None else discretised(pairs[0]),
         added=None if pairs is None else discretised(pairs[1]),
     )
-
-
-def costliest_curve(curves: list[Array], adjacency: Adjacency) -> DeclaredLaw:
-    """A law whose cost is at least that of each of these Rényi curves, at any noise multiplier."""
-    return DeclaredLaw(
-        title="at least as costly as all others here",
-        label_text="the largest of several Rényi curves",
-        sentence_text="draws of several laws, the largest of whose Rényi curves is charged",
-        noise_multiplier=0.0,
-        inclusion_rate=1.0,
-        two=None,
-        size=None,
-        adjacency=adjacency,
-        curve=tuple(np.max(curves, axis=0).tolist()),
-    )

@@ -19,11 +19,11 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import load_dataset, resolve_data
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.earlier_runs import kept_settings, note_files, refuse_other_files
 from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
+from fedsim.runs.resume import kept_settings
 from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, running_sessions
 from fedsim.runs.sweep.search import SweepRun
@@ -98,22 +98,22 @@ def run_sweep(
         if directory.done.exists():
             continue
         resolved = sweep.resolve(run)
-        directory.check_free(overwrite=True)
-        refuse_other_files(directory.path, run.config)
+        if not directory.holds_run():
+            directory.check_free(overwrite=True)
         check(resolved)
     return _run_all(grid, sweep)
 
 
 def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
-    """Refuse a shared directory of clients' ledgers if runs split examples differently."""
-    private = [run.config for run in grid if run.config.client.private]
-    splits = {split_settings(config) for config in private}
-    shared = {config.client.state_dir for config in private} - {""}
+    """Refuse a shared ledger if runs split examples differently."""
+    private = [run.config for run in grid if run.config.protects]
+    splits = {tuple(split_settings(config).items()) for config in private}
+    shared = {config.privacy.ledger for config in private} - {""}
     if len(splits) > 1 and shared:
         raise FedsimError(
-            f"client.state-dir = '{min(shared)}'; in this sweep it must be empty: runs assign "
-            "examples to clients differently (seed, data or partition), and one client's ledger "
-            "there would be about several clients' examples."
+            f"privacy.ledger = '{min(shared)}'; in this sweep it must be empty: runs assign "
+            "examples to clients differently (seed, data or partition), and the costs of different "
+            "people cannot be added up."
         )
 
 
@@ -203,13 +203,11 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
             resolved = sweep.resolve(run)
             text = resolved.config.to_toml()
             state = _last_state(directory)
-            # Without a checkpoint too: the rounds that it repeats have been charged.
+            # Without a checkpoint too: what evidence has of its rounds stays charged.
             resumed = directory.holds_run()
             claims.enter_context(
                 directory.resumed(text) if resumed else directory.claim(text, overwrite=True)
             )
-            if state is None:
-                note_files(directory.path, resolved.config)
             watching = (
                 {} if sweep.observer is None else {CALLERS_CALLBACKS: _Watcher(run, sweep.observer)}
             )

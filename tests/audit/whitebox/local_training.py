@@ -94,8 +94,7 @@ class TrainerTarget(Target):
         cls, privacy: ExamplePrivacy, work: LocalWork, size: int, most: int
     ) -> TrainerTarget:
         """Make a target with the same rate and steps, and at most ``most`` examples."""
-        # An audit must not write to the clients' real ledgers.
-        privacy = replace(privacy, ledger_dir=None)
+        privacy = replace(privacy, rounds=None, may_stop=False)  # each round is charged by itself
         if size > most:
             batch = max(1, round(work.batch_of(size) * most / size))
             epochs = None if work.steps else work.epochs
@@ -190,11 +189,13 @@ class TrainerTarget(Target):
                 steps.setdefault(index, []).append(trainer.packing.unpack(rows))
             for index, packed in steps.items():
                 releases[:, number - 1, index] = torch.cat(packed).numpy()
-        ledgers = trainer.ledgers
-        assert ledgers is not None
-        return ExampleRun(
-            releases, [ledgers.of(client).entries for client in range(clients)], reports
-        )
+        ledger = trainer.ledger
+        assert ledger is not None
+        entries = [
+            tuple(entry for entry in ledger.entries if client in entry.owners)
+            for client in range(clients)
+        ]
+        return ExampleRun(releases, entries, reports)
 
 
 def _reports_of(blocks: Sequence[Block]) -> dict[str, Floats]:

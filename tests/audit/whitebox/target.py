@@ -298,7 +298,7 @@ class StrategyTarget(Target):
         charged: list[int] = []
         states: list[State] = [strategy.plan.bound.init(layout)]
         numbers: list[Mapping[str, Floats]] = []
-        recording = _RecordingGrid(clients, strategy.ledger.run) if outputs else None
+        recording = _RecordingGrid(clients, strategy.run) if outputs else None
         grid = grid or recording or LocalGrid(clients)
 
         def record_round(server_round: int, result: Result) -> None:
@@ -330,7 +330,7 @@ class StrategyTarget(Target):
             sampled=[
                 np.concatenate(clients.answered.get(t, nobody)) for t in range(1, self.rounds + 1)
             ],
-            entries=strategy.ledger.entries,
+            entries=tuple(strategy.ledger.entries),
             charged=charged,
             states=states[:-1] or states,
             clip_norms=[strategy.plan.bound.sensitivity(before, layout) for before in states],
