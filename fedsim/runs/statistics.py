@@ -191,8 +191,8 @@ def refuse_spent_budget(config: RunConfig) -> None:
     budget = Budget(limit, config.noise.delta, "noise.max-epsilon")
     if Ledger.read(ledger).would_exceed(release, budget=budget):
         raise FedsimError(
-            f"{budget.message(release, ledger=ledger)}, where earlier releases count; nothing is released "
-            "or written."
+            f"{budget.message(release, ledger=ledger)}, where earlier releases count; nothing is "
+            "released or written."
         )
 
 
