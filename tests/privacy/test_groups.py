@@ -114,7 +114,7 @@ def test_a_runs_ledger_says_what_an_owner_of_several_clients_is_promised(tmp_pat
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for number in (1, 2):
         ledger.record(Entry(round=number, event=Event(noise_multiplier=8.0), clip_norm=1.0))
-    events = [entry.event for entry in Ledger.read(ledger.path).charged]
+    events = [entry.event for entry in Ledger.read(ledger.path).entries]
     expected = gaussian_epsilon(3 * math.sqrt(2) / 8, DELTA)
     assert group_epsilon(events, 3, DELTA) == pytest.approx(expected)
     plan = ReleasePlan(

@@ -276,9 +276,9 @@ def test_the_joint_cost_is_stated_only_where_all_runs_have_the_same_clients(
     assert ended.value.code in (0, None)
     told = " ".join(capsys.readouterr().out.split())
     assert ("by composition, epsilon = " in told) == composes
-    assert (
-        "no figure for all of them together: they split examples among clients differently" in told
-    ) == (not composes)
+    assert ("no figure for all of them together at client level: they split examples" in told) == (
+        not composes
+    )
 
 
 def test_partitions_without_a_seed_have_the_same_clients_in_every_run() -> None:
