@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from fedsim.arguments import check_arguments, shown
 from fedsim.errors import FedsimError
 from fedsim.registry import register
-from fedsim.rows.layout import Alternation
 from fedsim.settings import check_settings
 
 if TYPE_CHECKING:
@@ -41,10 +40,6 @@ class Adapter(ABC):
             ``requires_grad`` is true for the adapter's parameters only. Parameters of the model
             that are not adapted keep their names.
         """
-
-    def alternation(self, model: nn.Module) -> Alternation | None:
-        """Which parameters of an adapted model are frozen in which rounds; None if never any."""
-        return None
 
     def merged(self, model: nn.Module) -> nn.Module:
         """Merge the adapters into the weights, in place: a plain model with the same outputs.

@@ -129,11 +129,6 @@ def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LowRankLinear)}
 
 
-def factor_names(model: nn.Module, factor: str) -> tuple[str, ...]:
-    """Names of the parameters of ``lora_A`` or ``lora_B`` of all adapters."""
-    return tuple(f"{name}.{factor}.weight" for name in low_rank_layers(model))
-
-
 def refuse_adapted(model: nn.Module) -> None:
     """Refuse a model that already has adapters, fedsim's or peft's.
 

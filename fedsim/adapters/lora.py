@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from fedsim.adapters.base import Adapter
 from fedsim.registry import register
-from fedsim.rows.layout import Alternation
 from fedsim.settings import Ge, Gt, Le
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class LoRA(Adapter):
     A starts uniform on ``+-1/sqrt(inputs)`` and B at zero, so that the model's initial outputs do
     not change. The mean of the clients' products ``B A`` differs from the product of the mean
     factors, unless one factor is the same for all clients: averages are exact with A frozen (Sun
-    et al. 2024, "FFA-LoRA"), or with B and A trained in turns (Chen et al. 2025, "RoLoRA").
+    et al. 2024, "FFA-LoRA").
     """
 
     rank: Annotated[int, Ge(1), Le(65536)] = 8
@@ -34,9 +33,8 @@ class LoRA(Adapter):
     targets: str = "*"
     """Shell patterns of the linear layers that are adapted, by their names in the model, such as
     '*.query,*.value'; '*' for all."""
-    factors: Literal["both", "frozen-a", "alternating"] = "both"
-    """Which factors are trained: both, B alone with A frozen, or B in rounds 1, 3, ... and A in
-    rounds 2, 4, ..."""
+    factors: Literal["both", "frozen-a"] = "both"
+    """Which factors are trained: both, or B alone with A frozen."""
 
     def __call__(self, model: nn.Module, seed: int) -> nn.Module:
         """Replace each layer that ``targets`` matches by one with an adapter.
@@ -50,15 +48,6 @@ class LoRA(Adapter):
 
         scaling, frozen_a = self.alpha / self.rank, self.factors == "frozen-a"
         return adapt(model, self.targets, self.rank, scaling, seed, frozen_a=frozen_a)
-
-    def alternation(self, model: nn.Module) -> Alternation | None:
-        """The B and A parameters, if they are trained in turns; otherwise None."""
-        from fedsim.adapters.layers import factor_names
-
-        if self.factors != "alternating":
-            return None
-        b, a = factor_names(model, "lora_B"), factor_names(model, "lora_A")
-        return Alternation((b, a)) if a else None
 
     def merged(self, model: nn.Module) -> nn.Module:
         """The model with each W replaced by ``W + alpha/rank B A``, under its original names."""

@@ -69,30 +69,6 @@ def _model(c: RunConfig) -> Refusals:
         )
 
 
-def _alternation(c: RunConfig) -> Refusals:
-    """What an adapter with alternating factors excludes."""
-    if getattr(c.adapter, "factors", "") != "alternating":
-        return
-    if c.client.state != "reset":
-        yield (
-            "client.state",
-            "'reset' while adapter.factors = 'alternating': a client's state of one round is for "
-            "the factor that is frozen in the next",
-        )
-    if c.model.personal:
-        yield (
-            "model.personal",
-            "unset while adapter.factors = 'alternating', where clients keep nothing between "
-            "rounds",
-        )
-    if c.noise.name != "independent":
-        yield (
-            "noise.name",
-            "'independent' while adapter.factors = 'alternating': noise that cancels over rounds "
-            "does not if a factor is released in every other round only",
-        )
-
-
 def _clients(c: RunConfig) -> Refusals:
     """Clients' training."""
     client = c.client
@@ -323,7 +299,7 @@ def _whole_run(c: RunConfig) -> Refusals:
 
 
 RULES = (
-    *(_model, _alternation, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
+    *(_model, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
     *(_guarantee, _larger_cohort, _evaluation, _private_evaluation, _whole_run),
 )
 """All rules, in the order in which they are checked."""

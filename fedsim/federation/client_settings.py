@@ -11,7 +11,6 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedsim.arguments import shown
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
@@ -21,12 +20,9 @@ from fedsim.federation.exchange import Recipients
 from fedsim.federation.round_report import RoundReport
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
 from fedsim.mechanisms.bounded_values import ValueRange, joint_norm
-from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
-from fedsim.rows import Layout
 from fedsim.rows.block import Ids
-from fedsim.rows.layout import Alternation
 from fedsim.settings import Ge, check_settings
 
 Plan = ReleasePlan[Mechanism]
@@ -45,9 +41,6 @@ class ClientTraining:
     algorithm : LocalAlgorithm, optional
         The clients' algorithm, if it sends or receives named vectors in addition to updates
         (SCAFFOLD's control variates), which it combines on the server.
-    alternation : Alternation, optional
-        Parameters that clients train in turns (see `Trainer`). Those that rest in a round have
-        zeros in all rows and keep their values, whatever the release and the optimiser give.
     private_examples : bool
         Whether clients protect their own examples (example-level privacy). Their reports and
         failures are then treated as in a private run, whatever the mechanism.
@@ -64,7 +57,6 @@ class ClientTraining:
     """
 
     algorithm: LocalAlgorithm | None = None
-    alternation: Alternation | None = None
     private_examples: bool = False
     example_counts: Sequence[int] | None = None
     charge: ChargeExamples | None = None
@@ -88,8 +80,6 @@ class ClientTraining:
             )
         if self.algorithm is not None:
             self._check_algorithm(self.algorithm, plan)
-        if self.alternation is not None:
-            self._check_alternation(plan)
 
     def _check_algorithm(self, algorithm: LocalAlgorithm, plan: Plan) -> None:
         """Refuse vectors in a private run, and weights or bounds where means must be plain."""
@@ -116,35 +106,6 @@ class ClientTraining:
             f"{type(bound).__name__} (mechanism.name) weighs or bounds what clients send, but "
             f"{name} (client.name) needs its plain mean; it must be 'none' {must}."
         )
-
-    def _check_alternation(self, plan: Plan) -> None:
-        """Refuse bounds, noise and vectors that involve the coordinates that rest in a round.
-
-        A bound must depend on a row by its norm alone, which zeros do not change.
-        """
-        bound, layout = plan.bound, Layout.of({"row": torch.zeros(2)})
-        by_norm = isinstance(bound, ScalingBound) and all(
-            value.numel() == 1 for value in bound.init(layout).values()
-        )
-        if not (by_norm or isinstance(bound, NoPrivacy)):
-            raise FedsimError(
-                f"{type(bound).__name__} (mechanism.name) bounds by more than a row's norm, and "
-                "some of a row's entries are frozen in each round (adapter.factors = "
-                "'alternating'); it must be 'clipping', 'normalization', 'quantile-clipping' or "
-                "'none', alone."
-            )
-        if not isinstance(plan.noise, Independent):
-            raise FedsimError(
-                f"{type(plan.noise).__name__} (noise.name) cancels over rounds, which fails if "
-                "some of a row's entries are frozen in each (adapter.factors = 'alternating'); it "
-                "must be 'independent'."
-            )
-        if self.algorithm is not None and self.algorithm.receives:
-            raise FedsimError(
-                f"{self.algorithm.label} (client.name) sends vectors of all parameters, "
-                "and some are frozen in each round (adapter.factors = 'alternating'); it must send "
-                "its update alone."
-            )
 
     def counts(self, population: int | None) -> npt.NDArray[np.float64] | None:
         """The declared example counts by client id, ``[population]``.

@@ -194,7 +194,7 @@ evaluate_metrics_aggr_fn
         settings = {
             "algorithm": clients.algorithm, "replying": availability.replying,
             "server-optimizer": server_optimizer, "secure": secure,
-            "alternation": clients.alternation, "reachable": availability.reachable,
+            "reachable": availability.reachable,
         }  # fmt: skip
         self.randomness = keyed(seed, plan, placement, settings)
         if isinstance(server_optimizer, Strategy):
@@ -205,7 +205,6 @@ evaluate_metrics_aggr_fn
             # strategy remains the caller's, who may read its state.
             server_optimizer = copy.deepcopy(server_optimizer)
         self.server_optimizer = server_optimizer
-        self.alternation = clients.alternation
         if not isinstance(ledger, Ledger):
             ledger = Ledger(
                 in_existing_folder(ledger),

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -39,7 +38,6 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import RUN
-from fedsim.rows.layout import Alternation
 from fedsim.server_optimizers import ServerOptimizer
 
 
@@ -75,7 +73,6 @@ class PrivateRounds(ResumableStrategy):
     private: bool
     placement: Placement
     server_optimizer: ServerOptimizer
-    alternation: Alternation | None
     _accounting: Accounting
     _client_training: ClientTraining
     participants: Participants
@@ -220,14 +217,7 @@ class PrivateRounds(ResumableStrategy):
         for extra in self.extras.values():
             result = extra.finish(result)
         update, start = result.update, instructions.vector[: len(result.update)]
-        alternation = self.alternation
-        # At frozen parameters the release is noise alone: no optimiser sees it, nor may an
-        # optimiser's momentum move them.
-        if alternation is not None:
-            update = alternation.replaced(update, torch.zeros_like(update), self._model, number)
         vector = self.server_optimizer.step(start, update)
-        if alternation is not None:
-            vector = alternation.replaced(vector, start.to(vector), self._model, number)
         sides = {name: float(mean) for name, mean in release.sides.items()}
         self.report = replace(
             self.report, info={**release.info, **sides}, update_norm=float(update.norm())

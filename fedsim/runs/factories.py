@@ -13,7 +13,6 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from fedsim import mechanisms, registry, tasks
-from fedsim.adapters import Adapter
 from fedsim.arguments import shown
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
@@ -31,7 +30,6 @@ from fedsim.privacy import Event, worst_client
 from fedsim.privacy.laws import Full
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
-from fedsim.rows.layout import Alternation
 from fedsim.runs.data_split import RunData
 from fedsim.runs.devices import work_counts
 from fedsim.strategies import ServerOptimizer
@@ -66,12 +64,6 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
     )
     local_algorithm: LocalAlgorithm = client.make().for_run(facts)
     return Proximal(local_algorithm, client.proximal) if client.proximal else local_algorithm
-
-
-def alternation(config: RunConfig, model: nn.Module) -> Alternation | None:
-    """Which adapter parameters are frozen in which rounds; None if none ever is."""
-    adapter: Adapter = config.adapter.make()
-    return adapter.alternation(model)
 
 
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism]:
@@ -242,7 +234,6 @@ def trainer_of(
         state_dir=state_dir,
         test=test,
         personal=personal,
-        alternation=alternation(config, model),
     )
 
 

@@ -260,7 +260,6 @@ def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
         placement=factories.secure_aggregation(config) or config.noise.placement,
         clients=ClientTraining(
             algorithm=factories.algorithm(config),
-            alternation=factories.alternation(config, resolved.model),
             private_examples=client.private,
             example_counts=sizes,
             # In a deployment each node charges itself.

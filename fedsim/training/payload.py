@@ -111,15 +111,12 @@ class ReceivedVectors:
 
     Attributes
     ----------
-    vectors : Tensor ``[1 or n, d]``
-        All of it, unchanged: one row for all clients, or each client's own.
     parameters : Tensor ``[1 or n, D]``
-        The shared parameters, packed.
+        The shared parameters, packed: one row for all clients, or each client's own.
     named : mapping of name to Tensor ``[1 or n, D]`` or ``[1 or n, 1]``
         The server's named vectors.
     """
 
-    vectors: Tensor
     parameters: Tensor
     named: Mapping[str, Tensor]
 
@@ -136,16 +133,12 @@ class Payload:
         Layout of a row, and of what clients are sent, which may have more vectors at its end.
     receives : mapping of name to "model" or "number"
         Named vectors that clients are sent, with their widths.
-    columns : int64 Tensor ``[a]`` or None
-        Columns of the shared parameters in a row without named vectors, if other parameters of the
-        row are frozen.
     """
 
     shared: Packing
     layout: Layout
     received_layout: Layout
     receives: Mapping[str, Width]
-    columns: Tensor | None = None
 
     @classmethod
     def of(cls, shared: Packing, algorithm: LocalAlgorithm) -> Self:
@@ -160,8 +153,7 @@ class Payload:
             name: self.shared.pack(values) if self.receives[name] == "model" else values
             for name, values in vectors_in(self.received_layout, vectors).items()
         }
-        columns = slice(self.shared.layout.d) if self.columns is None else self.columns
-        return ReceivedVectors(vectors, self.shared.pack(vectors[:, columns]), named)
+        return ReceivedVectors(self.shared.pack(vectors[:, : self.shared.layout.d]), named)
 
     def replies(self, theta: Tensor, sent_vectors: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """Replies ``[n, d]`` of ``n`` clients that were sent ``vectors [1 or n, d]``.
@@ -169,8 +161,6 @@ class Payload:
         A named vector in a reply is the one that was received plus the one that is sent.
         """
         parameters = self.shared.unpack(theta)
-        if self.columns is not None:
-            return vectors.expand(len(theta), -1).index_copy(1, self.columns, parameters)
         if not sent_vectors:
             return parameters
         received = vectors_in(self.layout, vectors)
@@ -182,9 +172,6 @@ class Payload:
 
         The rows may be written into the memory of ``theta``.
         """
-        if self.columns is not None:
-            trained = self.shared.difference_(theta, vector[self.columns])
-            return trained.new_zeros(len(theta), len(vector)).index_copy_(1, self.columns, trained)
         parameters, added = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
         if not sent_vectors:
             return self.shared.difference_(theta, vector[parameters])

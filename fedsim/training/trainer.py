@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, Self
 
@@ -20,10 +19,10 @@ from fedsim.privacy import Ledger
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows.block import KEEP_SINCE, RUN, Block, ClientStates
-from fedsim.rows.layout import Alternation, Layout
+from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
-from fedsim.training import alternating, checks
+from fedsim.training import checks
 from fedsim.training.batches import Floats, Ints, Workload
 from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
@@ -82,9 +81,6 @@ class Trainer:
         Directory for clients' state, for runtimes whose processes end with a round.
     personal : collection of str
         Names of parameters that are trained but not sent: each client keeps and evaluates its own.
-    alternation : Alternation, optional
-        Parts of the parameters that are trained in turns, one in each round. Clients then keep
-        nothing between rounds and are sent parameters alone.
 
     Notes
     -----
@@ -124,10 +120,7 @@ class Trainer:
         state: StateKind = "reset",
         state_dir: FilePath | None = None,
         personal: Collection[str] = (),
-        alternation: Alternation | None = None,
     ) -> None:
-        if alternation is not None:
-            alternating.check(algorithm, state, personal)
         self.device = checks.device_of(device)
         self.model = model.to(self.device)
         private = privacy is not None
@@ -148,7 +141,6 @@ class Trainer:
         self.privacy = privacy
         self.max_grad_norm = max_grad_norm
         self.personal = Personal.of(self.model, personal)
-        self.alternation = alternation
         checks.check_algorithm(algorithm, personal=bool(self.personal))
         self.client_state = PersistentState(
             state, algorithm, self.personal, data.population, state_dir
@@ -158,47 +150,38 @@ class Trainer:
         self.payload = Payload.of(self.personal.shared, algorithm)
         self.kernel = choice.kernel_of(kernel, self.device)
         self.block_size = choice.most_clients(self.model, self.packing, self.device, block_size)
-        # With an alternation, the rounds of the whole model only serve to evaluate it.
-        releasing = privacy if alternation is None else None
-        self.rounds = self._rounds_of(self.model, self.client_state, self.payload, path, releasing)
+        self.rounds = self._local_rounds(path)
         self.trained, self.stepper = self.rounds.trained, self.rounds.stepper
         self.path = self.stepper.path
-        self._parts = [self.rounds]
-        if alternation is not None:
-            of_part = partial(self._rounds_of, path=self.path.name, privacy=privacy)
-            self._parts = alternating.parts(alternation, self.rounds, of_part)
         evaluated = self.data if test is None else test.to(self.device)
         self.evaluation = Evaluation(
             self.trained, self.stepper, self.metrics, evaluated, self.client_state
         )
 
-    def _rounds_of(
-        self,
-        model: nn.Module,
-        client_state: PersistentState,
-        payload: Payload,
-        path: str,
-        privacy: ExamplePrivacy | None,
-    ) -> LocalRounds:
-        """Local rounds of the parameters that are not frozen in a model: all, or a part's."""
-        data, algorithm, kernel = self.data, self.algorithm, self.kernel
-        personal, private = client_state.personal, privacy is not None
-        packing, loss = personal.packing, checks.loss_on(self.loss, self.device)
-        statistics = checks.check_statistics(model, algorithm, personal.names, private=private)
+    def _local_rounds(self, path: choice.PathName) -> LocalRounds:
+        model, data, algorithm, packing = self.model, self.data, self.algorithm, self.packing
+        private, loss = self.privacy is not None, checks.loss_on(self.loss, self.device)
+        statistics = checks.check_statistics(model, algorithm, self.personal.names, private=private)
         trained = choice.TrainedModel.of(
-            model, packing, loss, data, kernel, statistics=bool(statistics), private=private
+            model, packing, loss, data, self.kernel, statistics=bool(statistics), private=private
         )
-        chosen, max_norm = choice.choose(path, trained, self.device), self.max_grad_norm
-        written = positions_of(packing, statistics, self.device) if statistics else None
-        stepper = Stepper(chosen, data, algorithm, packing, client_state.entries, max_norm, written)
+        stepper = Stepper(
+            choice.choose(path, trained, self.device),
+            data,
+            algorithm,
+            packing,
+            self.client_state.entries,
+            self.max_grad_norm,
+            positions_of(packing, statistics, self.device) if statistics else None,
+        )
         stepper.captured = captured_steps(stepper, self.block_size)
         return LocalRounds(
             trained,
             stepper,
-            client_state,
-            payload,
+            self.client_state,
+            self.payload,
             self.workload,
-            privacy,
+            self.privacy,
             self.randomness.entropy,
         )
 
@@ -211,7 +194,7 @@ class Trainer:
     def reported(self) -> tuple[str, ...]:
         """Names of the training metrics that clients report."""
         names = ["num-examples"]
-        if self._parts[0].reports_loss:
+        if self.rounds.reports_loss:
             names.append("loss")
         if self.client_state.kind != "reset":
             names.append("fresh-state")
@@ -229,8 +212,7 @@ class Trainer:
             If the server sends a proximal coefficient, as Flower's FedProx does, to clients without
             a proximal term.
         """
-        for part in self._parts:
-            part.server_numbers = server_numbers(self.algorithm, config)
+        self.rounds.server_numbers = server_numbers(self.algorithm, config)
         self.client_state.store.keep_since(config.get(KEEP_SINCE))
         if isinstance(run := config.get(RUN), str):
             self.join(run)
@@ -246,9 +228,8 @@ class Trainer:
     def join(self, run: str) -> None:
         """Set the run's id, by which its ledger lines and its clients' state are known."""
         self.client_state.store.join(run)
-        for part in self._parts:
-            if part.releases is not None:
-                part.releases.run = run
+        if self.rounds.releases is not None:
+            self.rounds.releases.run = run
 
     def costs(self, client_ids: Ints) -> Floats:
         """Local steps of each client, ``[n]``; 1 for a client that takes none."""
@@ -279,7 +260,7 @@ class Trainer:
     def _copy(self, **changes: Any) -> Self:
         names = (
             "model", "algorithm", "data", "loss", "metrics", "test", "randomness", "device",
-            "kernel", "privacy", "max_grad_norm", "alternation",
+            "kernel", "privacy", "max_grad_norm",
             "block_size",  # one for all devices of a run, not the rule's for each
         )  # fmt: skip
         settings = {name: getattr(self, name) for name in names} | vars(self.workload.work)
@@ -307,14 +288,13 @@ class Trainer:
         sizes = (self.received_layout.d,)
         checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)
-        part = self._part(vector, round)
-        received = part.payload.received(vector[None])
+        received = self.payload.received(vector[None])
         sources = [self.randomness] * len(client_ids)
-        for _, clients in part.blocks(client_ids, round, sources, self.block_size):
-            result = part.fit_block(received, clients, {})
-            rows = part.payload.rows(result.theta, result.sent, vector)
+        for _, clients in self.rounds.blocks(client_ids, round, sources, self.block_size):
+            result = self.rounds.fit_block(received, clients, {})
+            rows = self.payload.rows(result.theta, result.sent, vector)
             block = Block.sent(clients.client_ids, rows, result.metrics)
-            part.finish(result.carried, clients)
+            self.rounds.finish(result.carried, clients)
             # Else a generator would keep a block's parameters alive while its rows are used.
             del result, clients
             yield block
@@ -347,11 +327,7 @@ class Trainer:
             )
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         vectors = self._on_device(vector).view(-1, self.received_layout.d)
-        if self.alternation is not None and len(vectors) > 1:
-            inputs = (vectors, client_ids, round, numbers or {}, sources)
-            return alternating.fit_in_groups(self.fit, *inputs)
-        part = self._part(vectors[0], round)
-        return part.fit(vectors, client_ids, round, sources, numbers or {})
+        return self.rounds.fit(vectors, client_ids, round, sources, numbers or {})
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and metrics of ``vector [d]`` on these clients' examples for evaluation."""
@@ -367,14 +343,13 @@ class Trainer:
 
         None without example-level privacy, or where another process records them.
         """
-        releases = self._parts[0].releases
+        releases = self.rounds.releases
         return None if releases is None else releases.ledger
 
     def record_in(self, ledger: Ledger) -> None:
         """Record the releases of these clients' examples in a ledger of example level."""
-        for part in self._parts:
-            if part.releases is not None:
-                part.releases.ledger = ledger
+        if self.rounds.releases is not None:
+            self.rounds.releases.ledger = ledger
 
     def charge(
         self, client_ids: Ints, round: int, *, begins: bool = False, partly: bool = True
@@ -384,28 +359,20 @@ class Trainer:
         Parameters and result are those of `BlockTrainer.charge`; ``partly=False``: if the budget of
         some does not allow it, nobody is charged.
         """
-        releases = self._parts[0].releases
+        releases = self.rounds.releases
         if releases is None:
             return {}
         return releases.charge(round, client_ids.tolist(), begins=begins, partly=partly)
 
     def charge_rest(self, rounds_done: int, rounds: int) -> None:
         """Charge clients for the rest of so many planned rounds, which releases have ended."""
-        if (releases := self._parts[0].releases) is not None:
+        if (releases := self.rounds.releases) is not None:
             releases.charge_rest(rounds_done, rounds)
 
     def without_ledger(self) -> Self:
         """This trainer, whose clients' releases another process records from now on."""
-        for part in self._parts:
-            part.releases = None
+        self.rounds.releases = None
         return self
-
-    def _part(self, vector: Tensor, round: int) -> LocalRounds:
-        """The local rounds of the parameters that train in a round from ``vector [d]``."""
-        if self.alternation is None:
-            return self.rounds
-        vector = self._on_device(vector)
-        return alternating.part_of_round(self.alternation, self._parts, vector, round)
 
     def _on_device(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)

@@ -27,7 +27,6 @@ from fedsim.mechanisms import Clipping
 from fedsim.models.normalization import localise
 from fedsim.randomness import Randomness
 from fedsim.rows.block import CLIENT_IDS
-from fedsim.rows.layout import Alternation
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.client_state import MemoryStore
@@ -128,9 +127,6 @@ class Case:
         )  # fmt: skip
 
 
-TURNS = Alternation((("1.weight",), ("3.weight",)))
-
-
 def dropout():
     return nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 3))
 
@@ -172,7 +168,6 @@ CASES = {
     "program rows, convolutions": Case(make_cnn, private=True, shape=(1, 6, 6)),
     "vmapped": Case(lambda: nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 3)), private=True),
     "one by one": Case(dropout, private=True),
-    "alternation": Case(lambda: make_mlp(12), settings=path("auto", alternation=TURNS)),
 }  # fmt: skip
 
 
