@@ -19,7 +19,6 @@ from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate
 from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.laws.cyclic import Cyclic
-from fedsim.privacy.local_work import LocalWork
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
 from fedsim.privacy.plan import Bounded, ReleasePlan, evaluation_sampler
@@ -252,11 +251,3 @@ def has_devices(flat: Mapping[str, Scalar]) -> bool:
     usual = DevicesSection().to_tree()
     modelled = any(flat.get(f"devices.{key}", value) != value for key, value in usual.items())
     return modelled or bool(flat.get("client.work"))
-
-
-def local_work(config: RunConfig) -> LocalWork:
-    """Batch size, and epochs or steps, of a client's round."""
-    client = config.client
-    return LocalWork(
-        client.batch_size, None if client.steps else client.epochs, client.steps or None
-    )

@@ -41,6 +41,7 @@ def _check_objects(c: RunConfig) -> None:
 
     A user's own are made when the run is resolved, since reading a config imports no code.
     """
+    c.client.make_work()
     if c.client.mechanism.name != "none":
         check_private_work(c.client.work or None, c.client.max_grad_norm)
     if not c.cohort.has_options(c.cohort.name):
@@ -72,10 +73,6 @@ def _model(c: RunConfig) -> Refusals:
 def _clients(c: RunConfig) -> Refusals:
     """Clients' training."""
     client = c.client
-    if not (client.epochs or client.steps):
-        yield "client.epochs", "at least 1 unless client.steps is set"
-    if client.steps and client.epochs > 1:
-        yield "client.epochs", f"unset while client.steps = {client.steps}"
     if client.noise.max_epsilon is not None and not client.private:
         yield "client.noise.max-epsilon", "unset where clients do not protect their examples"
 

@@ -15,6 +15,7 @@ from fedsim.config.privacy_sections import ClientMechanismSection, ClientNoiseSe
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, NamesOf, Needs, WithNames
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
+from fedsim.privacy.local_work import LocalWork
 from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
 
 Range: TypeAlias = Annotated[
@@ -214,6 +215,17 @@ class ClientSection(Choice, table="client"):
     def private(self) -> bool:
         """Whether clients claim example-level privacy."""
         return self.mechanism.name != "none" and not self.mechanism.gives_none
+
+    def make_work(self) -> LocalWork:
+        """Batch size, and epochs or steps, of a client's round.
+
+        Raises
+        ------
+        FedsimError
+            If it has both, or none.
+        """
+        epochs = None if self.steps and self.epochs <= 1 else self.epochs
+        return LocalWork(self.batch_size, epochs, self.steps or None)
 
 
 @dataclass(frozen=True, init=False)

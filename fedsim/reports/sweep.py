@@ -13,7 +13,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from fedsim.config import Scalar
-from fedsim.config.plan import local_work, planned_releases
+from fedsim.config.plan import planned_releases
 from fedsim.privacy import Accountant, Cost
 from fedsim.reports.charts import Bars, Line, Lines
 from fedsim.reports.pictures import picture
@@ -143,7 +143,7 @@ def joint_example_cost(runs: Sequence[SweepRun], delta: float) -> Cost:
     data = resolve_data(runs[0].config)
     totals: dict[int, Accountant] = {size: Accountant() for size in data.sizes}
     for run in runs:
-        privacy, work = example_privacy(run.config, data), local_work(run.config)
+        privacy, work = example_privacy(run.config, data), run.config.client.make_work()
         for size, total in totals.items():
             if privacy is not None and (plan := privacy.plan(work, size)) is not None:
                 total.add(plan.event().over(run.config.rounds))

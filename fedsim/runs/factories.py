@@ -17,7 +17,7 @@ from fedsim.arguments import shown
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, plan
-from fedsim.config.plan import entropy, evaluation_event, local_work, may_stop
+from fedsim.config.plan import entropy, evaluation_event, may_stop
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg import SecureAggregation
@@ -200,7 +200,7 @@ def trainer_of(
     state_dir : path, optional
         Directory of the clients' state.
     """
-    client = config.client
+    client, work = config.client, config.client.make_work()
     all_clients = data.population == config.partition.clients
     # Outputs of frozen first layers never change, so they are computed once for each example.
     tail, inputs = behind_frozen_stem(model, data)
@@ -216,9 +216,9 @@ def trainer_of(
         tail,
         algorithm(config),
         inputs,
-        batch_size=client.batch_size,
-        epochs=None if client.steps else client.epochs,
-        steps=client.steps or None,
+        batch_size=work.batch_size,
+        epochs=work.epochs,
+        steps=work.steps,
         counts=work_counts(config) if all_clients else None,
         loss=loss(config),
         metrics=metrics(config),
@@ -307,7 +307,7 @@ def example_privacy(config: RunConfig, data: RunData) -> ExamplePrivacy | None:
     target = client.noise.target_epsilon
     if target is None:
         return unnoised
-    work = local_work(config)
+    work = config.client.make_work()
     plans = (unnoised.plan(work, size) for size in data.planned_sizes)
     delta = client.noise.delta
     calibrated_plans = (plan.calibrated(target, delta) for plan in plans if plan is not None)
@@ -321,5 +321,5 @@ def most_expensive_client(
     """Event of the most expensive client among those of these sizes; None if none releases."""
     if privacy is None or not rounds:
         return None
-    events = example_events(privacy, local_work(config), sizes, rounds)
+    events = example_events(privacy, config.client.make_work(), sizes, rounds)
     return worst_client(events, privacy.delta) if events else None

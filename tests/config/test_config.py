@@ -91,7 +91,7 @@ BAD = {
     ("noise.max-epsilon=2.0",): "unset in a run without a mechanism and noise",
     (*PRIVATE, "evaluate.clients-every=1"): "set evaluate.unprotected = true",
     (*PRIVATE, "mechanism.clip-norm=0.0"): "mechanism.clip-norm = 0.0; it must be at least 1e-30.",
-    ("client.steps=5", "client.epochs=2"): "client.epochs = 2; it must be unset while",
+    ("client.steps=5", "client.epochs=2"): "client.epochs = 2 and client.steps = 5; set one",
     ("client.name=adadp-lr", "client.adapt-rounds=4"): (
         "client.adapt-rounds = 4; it must be 0 while client.state = 'reset'"
     ),
@@ -121,7 +121,7 @@ BAD = {
     ("data.train='5'",): "data.train = '5'; it must be a range such as '10000:'",
     ("data.train='-5:'",): "data.train = '-5:'; it must be a range",
     ("model.weights-for='fc*'",): "model.weights-for = 'fc*'; it must be unset without",
-    ("client.epochs=0",): "client.epochs = 0; it must be at least 1",
+    ("client.epochs=0",): "client.epochs is 0; it must be at least 1",
     ("evaluate.fraction=0.5",): "evaluate.fraction = 0.5; it must be 1.0 unless evaluate.clients",
     ("evaluate.target-share=0.2",): "it must be 0.1 unless evaluate.private = true.",
     ("evaluate.multiplier=2.0",): "it must be unset unless evaluate.private = true.",

@@ -25,7 +25,7 @@ from fedsim.audit.checks import Floats, Gathered
 from fedsim.audit.user_checks import ROWS
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort, local_work, with_added_noise
+from fedsim.config.plan import cohort, with_added_noise
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
@@ -169,7 +169,7 @@ class ConfigEvidence:
         for size in self._sizes:
             privacy = self.resolved.trainer.privacy
             assert privacy is not None
-            work = local_work(self.config)
+            work = self.config.client.make_work()
             target = TrainerTarget.smaller(privacy, work, size, MOST_EXAMPLES)
             yield ExampleEvidence.of(target, self.config.rounds, worlds, self.seed)
 
