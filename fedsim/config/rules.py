@@ -11,7 +11,13 @@ from typing import Any, TypeAlias
 from fedsim.arguments import shown
 from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
-from fedsim.privacy.local_work import check_private_work
+from fedsim.privacy.exclusions import (
+    check_bounds_rows,
+    check_budget,
+    check_private_metrics,
+    check_private_work,
+    refuse_bare_metrics,
+)
 from fedsim.privacy.plan import refuse_noise
 
 # Stands for `fedsim.config.RunConfig`, whose module imports this one.
@@ -42,6 +48,8 @@ def _check_objects(c: RunConfig) -> None:
     A user's own are made when the run is resolved, since reading a config imports no code.
     """
     c.client.make_work()
+    if not c.client.mechanism.has_options(c.client.mechanism.name):
+        check_bounds_rows(c.client.mechanism.make(), "client.mechanism")
     if c.client.mechanism.name != "none":
         check_private_work(c.client.work or None, c.client.max_grad_norm)
     if not c.cohort.has_options(c.cohort.name):
@@ -54,6 +62,14 @@ def _check_objects(c: RunConfig) -> None:
         ):
             if amount:
                 refuse_noise(bound, key, amount)
+    check_budget(c.noise.max_epsilon, private=c.private)
+    evaluate, every = c.evaluate, c.evaluate.clients_every
+    if evaluate.private:
+        check_private_metrics(
+            private=c.private, private_examples=c.client.private, placement=c.noise.placement
+        )
+    elif c.protects and every and not evaluate.unprotected:
+        refuse_bare_metrics(f"evaluate.clients-every = {every}")
 
 
 def _model(c: RunConfig) -> Refusals:
@@ -80,12 +96,6 @@ def _clients(c: RunConfig) -> Refusals:
 def _examples(c: RunConfig) -> Refusals:
     """Clients' protection of their examples."""
     bound, noise = c.client.mechanism.name, c.client.noise
-    if c.client.mechanism.is_robust:
-        yield (
-            "client.mechanism.name",
-            "a bound of an example's gradient, such as 'clipping': a robust mean of gradients "
-            "protects nobody",
-        )
     if bound == "none" and (noise.multiplier, noise.target_epsilon) != (None, None):
         yield (
             "client.mechanism.name",
@@ -185,11 +195,6 @@ def _guarantee(c: RunConfig) -> Refusals:
             "unset, with client.noise.multiplier in its place, in a run that protects whole "
             "clients too: the multiplier that meets it would reveal how many examples clients have",
         )
-    if c.noise.max_epsilon is not None and not c.private:
-        yield (
-            "noise.max-epsilon",
-            "unset in a run without a mechanism and noise: it has no budget to keep",
-        )
 
 
 def _larger_cohort(c: RunConfig) -> Refusals:
@@ -230,13 +235,6 @@ def _evaluation(c: RunConfig) -> Refusals:
             "unset, or evaluate.every = 0: only clients have the whole model, and evaluate it with "
             "evaluate.clients-every",
         )
-    if c.protects and evaluate.clients_every and not (evaluate.unprotected or evaluate.private):
-        yield (
-            "evaluate.clients-every",
-            "0 in a run that is private at client or example level, since metrics of clients' data "
-            "are released without noise; at client level set evaluate.private = true to have them "
-            "with noise, or set evaluate.unprotected = true to allow them without",
-        )
 
 
 def _private_evaluation(c: RunConfig) -> Refusals:
@@ -245,21 +243,11 @@ def _private_evaluation(c: RunConfig) -> Refusals:
     if not evaluate.private:
         return
     for refused, words in (
-        (not c.private, "in a run without client-level privacy: it has no budget"),
         (
             not 0 < evaluate.clients_every <= c.rounds,
             f"unless evaluate.clients-every is from 1 to rounds = {c.rounds}",
         ),
         (evaluate.unprotected, "while evaluate.unprotected = true"),
-        (
-            c.client.private,
-            "where clients protect their examples (client.mechanism): the server would see metrics "
-            "of them without noise",
-        ),
-        (
-            c.noise.placement != "server",
-            "while noise.placement = 'client': clients send their shares and nothing else",
-        ),
         (c.noise.cohort_size, "while noise.cohort-size simulates the noise of a larger cohort"),
     ):
         if refused:

@@ -20,6 +20,7 @@ from fedsim.federation.exchange import Recipients
 from fedsim.federation.round_report import RoundReport
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
 from fedsim.mechanisms.bounded_values import ValueRange, joint_norm
+from fedsim.privacy.exclusions import check_private_metrics, refuse_bare_metrics
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
 from fedsim.rows.block import Ids
@@ -248,22 +249,13 @@ class ClientMetrics:
         """
         if self.private is None:
             return
-        must = "metrics.private is given (evaluate.private); it must be left out"
-        if not plan.private:
-            raise FedsimError(f"{must} in a run without client-level privacy, which has no budget.")
-        if placement == "client":
-            raise FedsimError(
-                f"{must} while placement = 'client': clients send their shares and nothing else."
-            )
-        if private_examples:
-            raise FedsimError(
-                f"{must} where clients protect their examples: the server would see metrics of "
-                "them without noise."
-            )
+        check_private_metrics(
+            private=plan.private, private_examples=private_examples, placement=placement
+        )
         if aggregate is not None:
             raise FedsimError(
-                f"{must} together with evaluate_metrics_aggr_fn, which would see metrics without "
-                "noise."
+                "metrics.private is given; it must be left out together with "
+                "evaluate_metrics_aggr_fn, which would see metrics without noise."
             )
 
     def fraction(self, fraction_evaluate: float | None, *, protects: bool) -> float:
@@ -286,9 +278,5 @@ class ClientMetrics:
                 "metrics.private; it must be above 0, or metrics.private must be left out."
             )
         if fraction_evaluate > 0 and not allowed:
-            raise FedsimError(
-                f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
-                "without noise; set it to 0, or metrics=ClientMetrics(unprotected=True) to allow "
-                "that."
-            )
+            refuse_bare_metrics(f"fraction_evaluate = {fraction_evaluate}")
         return fraction_evaluate

@@ -37,10 +37,10 @@ from fedsim.federation.strategy_checks import (
     plan_of_keywords,
     refuse_keywords,
     refuse_shares,
-    refuse_void_settings,
 )
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, Statement
+from fedsim.privacy.exclusions import check_budget
 from fedsim.privacy.flower_records import privacy_spent
 from fedsim.randomness import Randomness
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
@@ -177,7 +177,7 @@ evaluate_metrics_aggr_fn
         self.delta, self.placement, self.secure = delta, placement, secure
         self.protects = plan.private or clients.private_examples
         self.shows_clients = not self.protects or metrics.unprotected
-        refuse_void_settings(plan, max_epsilon)
+        check_budget(max_epsilon, private=plan.private)
         clients.check(plan, placement)
         metrics.check(
             plan,

@@ -13,7 +13,6 @@ from torch import Tensor
 from fedsim.arguments import shown, unknown_argument
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import Bounded, ReleasePlan
@@ -186,28 +185,6 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
     if plan.noise.correlated or not plan.noise.divisible:
         noise = type(plan.noise).__name__
         raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
-
-
-def refuse_void_settings(plan: ReleasePlan[Mechanism], max_epsilon: float | None) -> None:
-    """Refuse noise or a budget in a strategy whose mechanism gives no guarantee.
-
-    Raises
-    ------
-    FedsimError
-    """
-    name = type(plan.bound).__name__
-    if max_epsilon is not None and not max_epsilon > 0:
-        raise FedsimError(f"max_epsilon is {max_epsilon}; it must be above 0.")
-    if isinstance(plan.bound, RobustMean) and plan.noise.multiplier:
-        raise FedsimError(
-            f"noise.multiplier is {plan.noise.multiplier}; it must be unset with {name} "
-            "(mechanism.name): how far one client moves a robust mean depends on all other "
-            "updates, and the plan does not bound it."
-        )
-    if plan.bound.guarantee == "none" and max_epsilon is not None:
-        raise FedsimError(
-            f"max_epsilon = {max_epsilon}, but {name} gives no guarantee to account for."
-        )
 
 
 def refuse_too_many(cohort: Cohort, max_rows: int) -> None:

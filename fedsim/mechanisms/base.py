@@ -19,6 +19,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+from fedsim.privacy.exclusions import check_bounds_rows
 from fedsim.privacy.noise import part_multiplier
 from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, scatter
 from fedsim.rows.layout import Layout
@@ -258,12 +259,9 @@ def require_mechanism(part: object, wrapper: str) -> None:
     ------
     FedsimError
     """
-    if not isinstance(part, Mechanism) or getattr(part, "protects_nobody", False):
-        raise FedsimError(
-            f"{wrapper} wraps {part!r}, which is no bound of single rows. A robust mean takes a "
-            "round's rows whole: mechanism.per-layer and mechanism.private-scalar must be unset "
-            "with it, and client.mechanism.name another."
-        )
+    if not isinstance(part, Mechanism):
+        raise FedsimError(f"{wrapper} wraps {part!r}; it must be a mechanism.")
+    check_bounds_rows(part, wrapper)
 
 
 class Shaped(NamedTuple):

@@ -10,33 +10,6 @@ from fedsim.privacy.laws import Full, Poisson, ShuffledPasses
 from fedsim.settings import Ge, check_settings
 
 
-def check_private_work(counts: object, max_grad_norm: float) -> None:
-    """Refuse local work that clients with private examples cannot have.
-
-    Parameters
-    ----------
-    counts : object
-        Each client's own number of passes or steps (``client.work``); None without.
-    max_grad_norm : float
-        Largest norm of a batch's gradient; 0 for no limit.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if counts is not None:
-        raise FedsimError(
-            "client.work is set; it must be empty where clients protect their examples "
-            "(client.mechanism): their numbers of steps are a declared constant of the plan, the "
-            "same for all."
-        )
-    if max_grad_norm:
-        raise FedsimError(
-            f"client.max-grad-norm is {max_grad_norm}; it must be 0 where clients protect their "
-            "examples: client.mechanism bounds their gradients."
-        )
-
-
 @dataclass(frozen=True)
 class LocalWork:
     """A client's local work: batch size, and number of epochs or of steps.

@@ -14,7 +14,7 @@ from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refu
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import KEEP_FIXED, fixed_statistics, statistics_of
 from fedsim.models.parameters import refuse_gradient_hooks
-from fedsim.privacy.local_work import check_private_work
+from fedsim.privacy.exclusions import check_private_work
 from fedsim.rows.block import Ids
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData

@@ -88,8 +88,8 @@ BAD = {
     (*PRIVATE, "noise.target-epsilon=2.0"): "unset while noise.target-epsilon = 2.0",
     (*PRIVATE, "noise.max-epsilon=0.0"): "noise.max-epsilon = 0.0; it must be greater than 0.",
     ("mechanism.name=clipping", "noise.multiplier=-1.0"): "it must be 0.0, or from 0.001 to 1e9.",
-    ("noise.max-epsilon=2.0",): "unset in a run without a mechanism and noise",
-    (*PRIVATE, "evaluate.clients-every=1"): "set evaluate.unprotected = true",
+    ("noise.max-epsilon=2.0",): "in a run without a mechanism and noise",
+    (*PRIVATE, "evaluate.clients-every=1"): "or evaluate.unprotected = true",
     (*PRIVATE, "mechanism.clip-norm=0.0"): "mechanism.clip-norm = 0.0; it must be at least 1e-30.",
     ("client.steps=5", "client.epochs=2"): "client.epochs = 2 and client.steps = 5; set one",
     ("client.name=adadp-lr", "client.adapt-rounds=4"): (

@@ -389,7 +389,7 @@ def test_settings_that_void_the_guarantee_are_refused() -> None:
             noise_multiplier=1.0,
             fraction_evaluate=0.5,
         )
-    with pytest.raises(FedsimError, match="gives no guarantee"):
+    with pytest.raises(FedsimError, match=r"max_epsilon=None\) in a run without a mechanism"):
         DPFedAvg(mechanism=NoPrivacy("uniform"), cohort=FullCohort(3), max_epsilon=1.0)
 
 
