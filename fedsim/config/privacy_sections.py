@@ -109,7 +109,7 @@ class SecAggSection(ConfigTable, table="secagg"):
     threshold: Annotated[int, Ge(0)] = 0
     """The fewest clients in a masked sum: with fewer the round is lost, and charged nevertheless. 0
     for no secure aggregation."""
-    colluders: Annotated[int, Ge(0)] = 0
+    colluders: Annotated[int, Needs("threshold"), Ge(0)] = 0
     """How many clients may collude with the server: only the noise of threshold - colluders clients
     is relied on."""
     observer: Literal["server", "outsider"] = "server"

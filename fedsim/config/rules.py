@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fedsim.arguments import shown
 from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.privacy.exclusions import (
     check_bounds_rows,
     check_budget,
@@ -39,30 +40,41 @@ def check_rules(config: RunConfig) -> None:
         value = attrgetter(key.replace("-", "_"))(config)
         value = "" if value is None else value
         raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
-    _check_objects(config)
+    # Objects that need no torch refuse themselves what they cannot be. A user's own are made when
+    # the run is resolved, since reading a config imports no code.
+    for check in (_check_clients, _check_release, _check_evaluation):
+        check(config)
 
 
-def _check_objects(c: RunConfig) -> None:
-    """Make the objects that need no torch: they refuse themselves what they cannot be.
-
-    A user's own are made when the run is resolved, since reading a config imports no code.
-    """
+def _check_clients(c: RunConfig) -> None:
+    """Make clients' work and the bound of their examples."""
+    bound = c.client.mechanism
     c.client.make_work()
-    if not c.client.mechanism.has_options(c.client.mechanism.name):
-        check_bounds_rows(c.client.mechanism.make(), "client.mechanism")
-    if c.client.mechanism.name != "none":
+    if not bound.has_options(bound.name):
+        check_bounds_rows(bound.make(), "client.mechanism")
+    if bound.name != "none":
         check_private_work(c.client.work or None, c.client.max_grad_norm)
+
+
+def _check_release(c: RunConfig) -> None:
+    """Make the cohort's sampler, the bound and secure aggregation."""
+    secagg, noise = None, c.noise
+    if c.secagg.threshold:
+        secagg = SecureAggregation(c.secagg.threshold, c.secagg.colluders)
     if not c.cohort.has_options(c.cohort.name):
-        c.cohort.make(population=c.partition.clients, rounds=c.rounds)
+        cohort = c.cohort.make(population=c.partition.clients, rounds=c.rounds)
+        if secagg is not None:
+            secagg.check_round(cohort, unprotected_metrics=c.evaluate.unprotected)
     if not c.mechanism.has_options(c.mechanism.name):
         bound = c.mechanism.make()
-        for key, amount in (
-            ("noise.multiplier", c.noise.multiplier),
-            ("noise.target-epsilon", c.noise.target_epsilon),
-        ):
-            if amount:
-                refuse_noise(bound, key, amount)
-    check_budget(c.noise.max_epsilon, private=c.private)
+        for key in ("multiplier", "target-epsilon"):
+            if amount := getattr(noise, key.replace("-", "_")):
+                refuse_noise(bound, f"noise.{key}", amount)
+    check_budget(noise.max_epsilon, private=c.private)
+
+
+def _check_evaluation(c: RunConfig) -> None:
+    """Check which metrics of clients are shown."""
     evaluate, every = c.evaluate, c.evaluate.clients_every
     if evaluate.private:
         check_private_metrics(
@@ -160,24 +172,12 @@ def _bounds(c: RunConfig) -> Refusals:
 
 
 def _secure_aggregation(c: RunConfig) -> Refusals:
-    threshold, clients = c.secagg.threshold, c.partition.clients
-    if threshold and not 2 <= threshold <= clients:
-        yield "secagg.threshold", f"0, or from 2 to partition.clients = {clients}"
-    if c.secagg.colluders >= max(threshold, 1):
-        yield (
-            "secagg.colluders",
-            f"below secagg.threshold = {threshold}: at least one client of a sum must be honest",
-        )
+    threshold = c.secagg.threshold
     if threshold and not (c.private and c.noise.placement == "client"):
         yield (
             "secagg.threshold",
             "0, or noise.placement = 'client' with a mechanism and noise: the server sees the sum, "
             "which only clients' own noise protects from it",
-        )
-    if threshold and c.evaluate.unprotected:
-        yield (
-            "secagg.threshold",
-            "0 while evaluate.unprotected = true, which shows what single clients report",
         )
     if c.secagg.simulate and not (threshold and c.engine.name == "local"):
         yield (

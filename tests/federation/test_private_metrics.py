@@ -306,7 +306,7 @@ def test_a_released_metric_stops_a_run() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evaluate.private": False}, "set evaluate.private = true"),
+        ({"evaluate.private": False}, "or at client level evaluate.private = true"),
         ({"evaluate.clients-every": 0}, "evaluate.private = true; it must be false unless"),
         ({"evaluate.clients-every": 13}, "from 1 to rounds = 12"),
         ({"evaluate.unprotected": True}, "while evaluate.unprotected = true"),

@@ -411,12 +411,12 @@ def test_keys_agree_and_seals_hold() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"secagg.threshold": 7}, "from 2 to partition.clients = 6"),
-        ({"secagg.threshold": 0}, "secagg.colluders = 1; it must be below"),
-        ({"secagg.threshold": 1, "secagg.colluders": 0}, "from 2 to"),
-        ({"secagg.colluders": 4}, "it must be below secagg.threshold = 4"),
+        ({"secagg.threshold": 7}, "secagg.threshold is 7; it must be at most 6, the mean number"),
+        ({"secagg.threshold": 0, "secagg.colluders": 1}, "unless secagg.threshold is above 0"),
+        ({"secagg.threshold": 1, "secagg.colluders": 0}, "it must be at least 2, and more than"),
+        ({"secagg.colluders": 4}, "it must be at least 2, and more than the colluders"),
         ({"noise.placement": "server"}, "noise.placement = 'client'"),
-        ({"evaluate.unprotected": True}, "evaluate.unprotected = true"),
+        ({"evaluate.unprotected": True}, "evaluate.unprotected is true"),
         ({"engine.name": "ray", "secagg.simulate": True}, "and 'ray' never does"),
     ],
 )
@@ -455,7 +455,9 @@ def test_against_the_server_sampling_amplifies_nothing() -> None:
     assert len(statements) == 2
 
 
-@pytest.mark.parametrize("cohort", [{"name": "poisson", "rate": 0.7}, {"name": "cyclic"}])
+@pytest.mark.parametrize(
+    "cohort", [{"name": "poisson", "rate": 0.7}, {"name": "cyclic", "rate": 0.7, "groups": 1}]
+)
 def test_a_secret_size_that_models_would_show_is_refused(cohort: dict[str, Any]) -> None:
     # A share's noise is fixed, so that the variance of a sum follows from how many are in it.
     keys = {f"cohort.{key}": value for key, value in cohort.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedsim.errors import FedsimError
+from fedsim.privacy.laws import Sampler
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.settings import check_settings
 
@@ -54,13 +55,22 @@ class SecureAggregation:
         ------
         FedsimError
         """
+        self.check_round(plan.sampler, unprotected_metrics=unprotected_metrics)
+        plan.check_secure()
+
+    def check_round(self, sampler: Sampler, *, unprotected_metrics: bool) -> None:
+        """Refuse metrics of single clients, and cohorts that are smaller than the threshold.
+
+        Raises
+        ------
+        FedsimError
+        """
         if unprotected_metrics:
             raise FedsimError(
-                "metrics.unprotected = True (evaluate.unprotected); it must be false with secure "
+                "evaluate.unprotected is true (metrics.unprotected); it must be false with secure "
                 "aggregation (secagg.threshold), which hides what single clients report."
             )
-        plan.check_secure()
-        sampled = plan.sampler.expected_size
+        sampled = sampler.expected_size
         if self.threshold > sampled:
             raise FedsimError(
                 f"secagg.threshold is {self.threshold}; it must be at most {sampled:g}, the mean "
