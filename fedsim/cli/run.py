@@ -85,10 +85,6 @@ def run(
     if json_:
         notify_of_end(lines.end)
     config, directory = _config_file(config, out, resume=resume)
-    if resume and overwrite:
-        raise FedsimError(
-            "--resume continues the run that --overwrite would replace; give one of them."
-        )
     # The engine is set first: overrides may name keys that exist for this engine only.
     chosen = [] if engine is None else [f"engine.name={engine}"]
     settings = RunConfig.load(config, [*chosen, *(set_ or [])])

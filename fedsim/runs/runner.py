@@ -233,7 +233,8 @@ def _refuse_flags(
     """Refuse flags that contradict each other or have no directory to act on."""
     if overwrite and resume:
         raise FedsimError(
-            "resume=True continues the run that overwrite=True would replace; give one of them."
+            "resume=True (--resume) continues the run that overwrite=True (--overwrite) would "
+            "replace; give one of them."
         )
     # On a federation the server finds the last run of this name itself.
     if out is None and (overwrite or (resume and not config.engine.federation)):

@@ -778,3 +778,37 @@ def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("fedsim", run_name="__main__")
     assert ended.value.code == 2
+
+
+COMMANDS = (
+    ("run", "c.toml"),
+    ("sweep", "c.toml", "--over", "seed=1,2"),
+    ("privacy", "c.toml"),
+    ("config", "show", "c.toml"),
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["client.epochs=2", "client.steps=2"], "client.epochs = 2 and client.steps = 2; set one"),
+        (["cohort.name=fixed", "cohort.size=21"], "cohort.size is 21; it must be from 1 to 20"),
+        (["noise.multiplier=1.0"], "noise.multiplier is 1.0; it must be unset with NoPrivacy"),
+        (["mechanism.name=krum", "noise.target-epsilon=1.0"], "noise.target-epsilon is 1.0; it mu"),
+        (["noise.max-epsilon=2.0"], "noise.max-epsilon is 2.0; it must be unset"),
+        (["client.mechanism.name=median", "client.noise.multiplier=1.0"], "client.mechanism is gi"),
+        ([*PRIVATE, "evaluate.clients-every=1"], "evaluate.clients-every = 1 releases metrics"),
+        (
+            ["evaluate.clients-every=1", "evaluate.private=true", "evaluate.multiplier=1.0"],
+            "evaluate.private is set",
+        ),
+        ([*PRIVATE, "noise.placement=client", "secagg.threshold=1"], "secagg.threshold = 1 with"),
+    ],
+)
+def test_what_an_object_refuses_each_command_refuses_in_its_sentence(
+    settings: list[str], sentence: str, refused: Callable[..., str]
+) -> None:
+    overrides = [text for setting in settings for text in ("--set", setting)]
+    told = {refused(*command, *overrides) for command in COMMANDS}
+    assert len(told) == 1
+    assert told.pop().startswith(f"fedsim: {sentence}")
