@@ -3,7 +3,7 @@
 Run as ``python -m fedsim.deploy.flower_programs PROGRAM ...``, which calls one of
 
 - `run_superlink`: its Control API accepts the operator's token only;
-- `run_supernode`: it polls for messages as often as the federation's size allows, and wakes apps;
+- `run_supernode`: it polls for messages as often as the federation's size allows;
 - `run_superexec`: it runs the installed app only, in forked processes with all modules imported.
 
 The last arguments are passed to Flower's own program. The changes to Flower's code are in
@@ -22,14 +22,12 @@ import json
 import math
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -109,11 +107,11 @@ def run_superlink(digest_file: Path, arguments: Sequence[str]) -> None:
     flower_superlink()
 
 
-# -- the SuperNode, which wakes the SuperExec of its app -----------------------------------------
+# -- the SuperNode --------------------------------------------------------------------------------
 
 _SHORTEST_POLL = 0.5
+_FLOWERS_TASK_POLL = 1.0
 _POLLS_PER_SECOND = 20.0  # of all nodes together, which takes little of the SuperLink's CPU time
-_PIPE = "task.pipe"
 
 
 def poll_seconds(clients: int) -> float:
@@ -127,6 +125,20 @@ def poll_seconds(clients: int) -> float:
     return min(flower_replacements.FLOWERS_POLL, max(_SHORTEST_POLL, clients / _POLLS_PER_SECOND))
 
 
+def task_poll_seconds(clients: int) -> float:
+    """Seconds between the looks of a node's SuperExec for a task, which are on its own machine.
+
+    Flower's own looks once a second, which is most of a small federation's round. A look takes 4 ms
+    of a core, so that a rehearsal of many nodes on one machine must not look often.
+
+    Examples
+    --------
+    >>> task_poll_seconds(10), task_poll_seconds(1000)
+    (0.25, 1.0)
+    """
+    return min(_FLOWERS_TASK_POLL, poll_seconds(clients) / 2)
+
+
 def run_supernode(seconds: float, arguments: Sequence[str]) -> None:
     """Run a SuperNode that polls for messages every ``seconds``.
 
@@ -136,49 +148,10 @@ def run_supernode(seconds: float, arguments: Sequence[str]) -> None:
     from flwr.supernode.cli import flower_supernode
 
     flower_replacements.poll_every(seconds)
-    flower_replacements.await_tasks(lambda: wake(Path(os.environ["FLWR_HOME"])))
+    flower_replacements.await_tasks()
     flower_replacements.retry_soon()
     sys.argv = ["flower-supernode", *arguments]
     flower_supernode()
-
-
-def wake(directory: Path) -> None:
-    """Wake the SuperExec that waits at the pipe in this directory, if there is one."""
-    with suppress(OSError):
-        pipe = os.open(directory / _PIPE, os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            os.write(pipe, b".")
-        finally:
-            os.close(pipe)
-
-
-class WakeupPipe:
-    """Named pipe at which a node's SuperExec waits for its SuperNode to `wake` it.
-
-    A SuperExec polls for a task once a second. Quick rounds would need far more frequent polls: ten
-    SuperExecs with four polls a second take a seventh of a core all the time. Instead the SuperNode
-    sends one byte when a message has completely arrived, through a named pipe in the directory that
-    the two share and no other user can enter. Without the pipe, the SuperExec still polls once a
-    second.
-
-    Parameters
-    ----------
-    directory : path
-        Directory in which the pipe is created, replacing an earlier one.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        pipe = directory / _PIPE
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe, 0o600)
-        # Opened for writing too: without any writer the pipe would be at its end, and `select`
-        # would return at once.
-        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until `wake` is called, or was called since the last wait; at most ``seconds``."""
-        if select.select([self._pipe], [], [], seconds)[0]:
-            os.read(self._pipe, 1 << 16)
 
 
 # -- the SuperExec, which forks a process for each task ------------------------------------------
@@ -253,10 +226,6 @@ def _accept_tasks(role: str, forker: socket.socket, arguments: Sequence[str]) ->
             return LaunchResult.failed(refusal) if refused else LaunchResult.accepted()
 
     flower_replacements.use_executor(ForkingExecutor())
-    if role == "client":
-        with suppress(OSError):  # on a file system without pipes it polls once a second
-            pipe = WakeupPipe(Path(os.environ["FLWR_HOME"]))
-            flower_replacements.use_task_wait(pipe.wait)
     sys.argv = ["flower-superexec", *arguments]
     flower_superexec()
 

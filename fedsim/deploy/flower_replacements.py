@@ -109,13 +109,6 @@ def use_executor(executor: Executor) -> None:
     _module_with(SUPEREXEC_LOOP, "get_executor").get_executor = lambda *_args, **_options: executor
 
 
-def use_task_wait(wait: Callable[[float], None]) -> None:
-    """Have the SuperExec wait by ``wait(seconds)`` between two polls for a task."""
-    module: Any = importlib.import_module(SUPEREXEC_LOOP)
-    if getattr(module, "time", None) is time:
-        module.time = SimpleNamespace(sleep=wait)
-
-
 def check_server_bundles(check: Callable[[bytes], None]) -> None:
     """Have a ServerApp's process check a bundle before extracting any of it. A guard."""
     module = _module_with(SERVER_RUNTIME, "install_from_fab")
@@ -153,8 +146,8 @@ def poll_every(seconds: float) -> None:
         module.time = SimpleNamespace(sleep=sleep)
 
 
-def await_tasks(wake: Callable[[], None]) -> None:
-    """Have the SuperNode call ``wake`` once a message has fully arrived, and await its task's end.
+def await_tasks() -> None:
+    """Have the SuperNode await the end of a message's task before it looks for the reply.
 
     Flower's own SuperNode waits for a reply, for ever if a task's process died before it had read
     the message or while it was sending its reply; the node then takes no other message. Here the
@@ -175,7 +168,6 @@ def await_tasks(wake: Callable[[], None]) -> None:
         return run_id
 
     def await_and_push(*, state: Any, object_store: Any, **options: Any) -> Any:
-        wake()
         # Of this run alone: the task of a message whose run has ended meanwhile may never end.
         unfinished = [Status.PENDING, Status.STARTING, Status.RUNNING]
         while state.get_tasks(run_ids=[run_id], statuses=unfinished):

@@ -167,7 +167,6 @@ class Simulation(Processes):
             command = (
                 *(program("flower-superlink"), "--simulation", "--insecure"),
                 *("--host", "127.0.0.1", "--port", str(port)),
-                "--disable-runtime-dependency-installation",
             )
             home_variable = {"FLWR_HOME": str(self.directory)}
             service = Service("superlink", command, {**(variables or {}), **home_variable}, port)

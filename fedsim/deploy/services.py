@@ -15,7 +15,7 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
-from fedsim.deploy.flower_programs import poll_seconds
+from fedsim.deploy.flower_programs import poll_seconds, task_poll_seconds
 from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
 from fedsim.deploy.party_files import Names, read_party, read_roster, write_party
 from fedsim.deploy.policy import NODE, Policy
@@ -32,6 +32,9 @@ CLIENTS = "FEDSIM_CLIENTS"
 
 The roster maps registered keys to client ids. It is on the server, where no node can change it.
 """
+
+TASK_POLL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
+"""Flower's environment variable with the seconds between two looks of a SuperExec for a task."""
 
 _SUPERLINK_TOML = "superlink.toml"
 
@@ -137,7 +140,6 @@ class SuperLink:
         # Always loopback: anyone who can reach the Control API could try to submit runs.
         link = ["--host", "127.0.0.1", "--port", str(self.port), "--isolation", "process"]
         link += ["--database", str(state / "superlink.db")]
-        link += ["--disable-runtime-dependency-installation"]
         if speaks_grpc():
             link += ["--fleet-api-type", "grpc-rere"]
             link += ["--fleet-api-address", f"{host}:{self.fleet_port}"]
@@ -244,9 +246,10 @@ class Node:
         limit = f"{self.task_seconds:g}"
         execute = [*_module("flower_programs", "superexec"), "client", self.app, limit, *execute]
         home = {"FLWR_HOME": _private(state / "flower")}
+        app = {NODE: str(files / "node.toml"), TASK_POLL: f"{task_poll_seconds(self.clients):g}"}
         return [
             Service(name, tuple(command), home, port),
-            Service(f"{name}-app", tuple(execute), {**home, NODE: str(files / "node.toml")}),
+            Service(f"{name}-app", tuple(execute), {**home, **app}),
         ]
 
 

@@ -31,6 +31,7 @@ from fedsim.deploy.flower_replacements import (
     SUPERNODE_LOOP,
     flower_version,
 )
+from fedsim.deploy.services import TASK_POLL
 from fedsim.errors import FedsimError
 from fedsim.federation.flower_internals import CLIENT_RAISED, ensure_identity
 
@@ -190,16 +191,16 @@ def test_a_node_checks_a_bundle_and_runs_the_installed_app(module):
     assert load("evil/app", "9", "0" * 64) is app
 
 
-def test_a_superexec_uses_the_executor_and_the_wait_that_it_is_given(module):
-    superexec = module(SUPEREXEC_LOOP, "get_executor", "time")
-    assert superexec.time is time
-    assert uses_of_time(superexec) == {"sleep"}
-    executor, waited = object(), []
+def test_a_superexec_uses_the_executor_that_it_is_given(module):
+    superexec = module(SUPEREXEC_LOOP, "get_executor")
+    executor = object()
     flower_replacements.use_executor(executor)
-    flower_replacements.use_task_wait(waited.append)
     assert superexec.get_executor("subprocess") is executor
-    superexec.time.sleep(1.0)
-    assert waited == [1.0]
+
+
+def test_a_superexec_looks_for_tasks_as_often_as_its_variable_says(monkeypatch):
+    monkeypatch.setenv(TASK_POLL, "0.25")
+    assert importlib.import_module(SUPEREXEC_LOOP)._get_task_poll_interval() == 0.25
 
 
 # -- a node -------------------------------------------------------------------------------
@@ -263,12 +264,11 @@ def node(module):
         ]
     )
     loop._pull_and_store_message = lambda **options: node.run
-    flower_replacements.await_tasks(lambda: sent.append("woken"))
+    flower_replacements.await_tasks()
 
     def push() -> list[Message]:
         assert loop._pull_and_store_message(state=node.state) == node.run
         loop._push_messages(state=node.state, object_store=node.store, send=None, push_object=None)
-        assert sent.pop(0) == "woken"
         (replies,) = sent
         return replies
 
@@ -351,8 +351,7 @@ def test_what_is_on_its_way_is_asked_for_again_soon(monkeypatch):
     ("name", "gone", "replace"),
     [
         (SUPERNODE_LOOP, "time", lambda: flower_replacements.poll_every(0.2)),
-        (SUPERNODE_LOOP, "_push_messages", lambda: flower_replacements.await_tasks(print)),
-        (SUPEREXEC_LOOP, "time", lambda: flower_replacements.use_task_wait(print)),
+        (SUPERNODE_LOOP, "_push_messages", lambda: flower_replacements.await_tasks()),
         (
             "flwr.supercore.inflatable.inflatable_utils",
             "pull_objects",

@@ -6,7 +6,7 @@ from fedsim.apps.server_app import roster_for
 from fedsim.config import RunConfig
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.party_files import read_roster, write_roster
-from fedsim.deploy.services import CLIENTS, Node, SuperLink
+from fedsim.deploy.services import CLIENTS, TASK_POLL, Node, SuperLink
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import key_digest
 
@@ -86,3 +86,13 @@ def test_a_path_that_would_move_the_database_is_refused(tmp_path, name):
     with pytest.raises(FedsimError, match=r"must have no '\?' and no '%' in its path"):
         SuperLink.load(made.superlink).services(tmp_path / name / "state")
     assert SuperLink.load(made.superlink).services(tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    ("clients", "seconds"), [(2, "0.25"), (10, "0.25"), (20, "0.5"), (99, "1")]
+)
+def test_a_nodes_executor_looks_for_tasks_as_often_as_the_federations_size_allows(
+    tmp_path, clients, seconds
+):
+    _, app = Node(tmp_path, "127.0.0.1:9092", 0, clients, insecure=True).services(tmp_path)
+    assert app.variables[TASK_POLL] == seconds

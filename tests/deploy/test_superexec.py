@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from fedsim.deploy import flower_programs
-from fedsim.deploy.flower_programs import wake
 
 # What Flower's program would do, by the second word of its arguments.
 PROGRAM = """
@@ -183,7 +182,7 @@ def test_tasks_do_not_outlive_a_forker_that_is_killed(tmp_path):
         wait(lambda: not alive(lines_of(tmp_path / "said")[0]))
 
 
-def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch, tmp_path):
+def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch):
     # Flower's own executor would start a program with the token among its arguments.
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor import ExecutionSpec
@@ -192,8 +191,6 @@ def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch
     made = {}
     module = importlib.import_module("flwr.supercore.superexec.run_superexec")
     monkeypatch.setattr(module, "get_executor", module.get_executor)
-    monkeypatch.setattr(module, "time", module.time)
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(
         importlib.import_module("flwr.supercore.cli.flower_superexec"),
@@ -223,24 +220,6 @@ def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch
     for kind in set(TaskType) - {TaskType.CLIENT_APP}:
         assert made["executor"].launch(spec(kind)).status == "failed"
         assert json.loads(theirs.recv(1 << 16)) == [f"a {kind} is not run here.", task]
-
-
-def test_a_nodes_superexec_looks_when_its_supernode_rings(monkeypatch, tmp_path):
-    module = importlib.import_module("flwr.supercore.superexec.run_superexec")
-    monkeypatch.setattr(module, "get_executor", module.get_executor)
-    monkeypatch.setattr(module, "time", module.time)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    command = importlib.import_module("flwr.supercore.cli.flower_superexec")
-
-    def listen():
-        wake(tmp_path)
-        module.time.sleep(60)
-
-    monkeypatch.setattr(command, "flower_superexec", listen)
-    began = time.monotonic()
-    flower_programs._accept_tasks("client", socket.socketpair()[0], [])
-    assert time.monotonic() - began < 50
 
 
 MET = """
