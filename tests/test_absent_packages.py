@@ -42,7 +42,7 @@ def test_a_base_installation_trains_reports_and_accounts(tmp_path: Path) -> None
     status, words = base("run", config, "--out", out, "--set", "rounds=2")
     assert status == 0, words
     assert (tmp_path / "run/report.html").exists()
-    assert base("privacy", out, "--verify")[0] == 0
+    assert base("verify", out)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_a_runs_directory(
     arguments = {
         "report": ["report", str(damaged), "--out", str(tmp_path / "page.html")],
         "resume": ["run", str(damaged), "--resume"],
-        "verify": ["privacy", str(damaged), "--verify"],
+        "verify": ["verify", str(damaged)],
         "privacy": ["privacy", str(damaged)],
         "evaluate": ["evaluate", str(damaged)],
     }[command]

@@ -19,6 +19,7 @@ from fedsim.cli.run import app as flower_app
 from fedsim.cli.run import run
 from fedsim.cli.run_directory import compare, evaluate, export, report
 from fedsim.cli.sweep import sweep
+from fedsim.cli.verify import key, verify
 from fedsim.errors import FedsimError
 
 app = typer.Typer(
@@ -75,6 +76,7 @@ for command in (
     export,
     sweep,
     privacy,
+    verify,
     stats,
     partition,
     audit,
@@ -83,6 +85,7 @@ for command in (
     app.command(cls=ConfigCommand)(command)
 _function, _settings = _experiment()
 app.command("experiment", cls=Command, context_settings=_settings)(_function)
+app.command(cls=Command)(key)
 app.command("app", cls=Command)(flower_app)
 app.add_typer(config, name="config")
 app.add_typer(deploy, name="deploy")

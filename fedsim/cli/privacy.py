@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from fedsim.cli.console import Output, Overrides, panel_option
@@ -30,12 +30,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Answer, Ledger, Question, TradeOff, tradeoff
 from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import simple_laws
-from fedsim.privacy.manifest import new_key
-from fedsim.reports.verification import NOT_VERIFIED, verify_run
 
 _plan = partial(panel_option, "The plan")
 _sampling = partial(panel_option, "Sampling")
-_ledger = partial(panel_option, "The ledger of a run")
 
 
 def privacy(
@@ -89,25 +86,9 @@ def privacy(
         str | None,
         _sampling("Without SOURCE: client or example, whose data one row of a sum is."),
     ] = None,
-    as_json: Annotated[bool, _ledger("Print the statements as JSON.", "--json")] = False,
-    verify_: Annotated[
-        bool,
-        _ledger(
-            "Compare a run's files with its ledger and manifest; status 1 if they differ.",
-            "--verify",
-        ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the statements of a run's ledger as JSON.")
     ] = False,
-    public_key: Annotated[
-        Path | None, _ledger("Also verify the signature of the run's manifest.")
-    ] = None,
-    new_key_path: Annotated[
-        Path | None,
-        _ledger(
-            "Make a key that signs runs (noise.ledger-key), and PATH.pub to verify with.",
-            "--new-key",
-            metavar="PATH",
-        ),
-    ] = None,
 ) -> None:
     """Answer questions about privacy, before a run, during it and after it. Nothing is trained.
 
@@ -136,8 +117,6 @@ def privacy(
 
         fedsim privacy runs/digits --max-epsilon 8
 
-        fedsim privacy runs/digits --verify
-
     The same noise costs more without amplification by sampling (`--sampling full`), and with
     cohorts of a fixed size (`--sampling fixed --size 10 --population 100`), where neighbours
     differ by replacing one row with another. At example level, the rate is the batch size over
@@ -145,12 +124,6 @@ def privacy(
 
         fedsim privacy --level example --rate 0.00333 --rounds 30000 -z 4
     """
-    if new_key_path is not None:
-        _make_key(new_key_path)
-        return
-    if verify_ or public_key is not None:
-        _verify(source, public_key, delta, as_json)
-        return
     if picture is not None and not noises:
         raise FedsimError(f"--picture {picture} shows what --noises compares; give that too.")
     if noises:
@@ -226,36 +199,6 @@ def _show_spent(contents: Source, ledger: Ledger, delta: float, as_json: bool) -
         if statement.private and statement.cost.releases:
             console.print(_tradeoff_table(statement.tradeoff))
     console.print(_history_table(ledger.statement(delta).charged, delta))
-
-
-def _make_key(path: Path) -> None:
-    public = new_key(path)
-    Output().print(f"{path} signs runs (noise.ledger-key); give {public} to those who verify them.")
-
-
-def _verify(run: Path | None, public_key: Path | None, delta: float | None, as_json: bool) -> None:
-    """Compare a run's files with its ledger; exit status 1 if they differ."""
-    if run is None or not (run / "config.toml").is_file():
-        raise FedsimError(
-            f"--verify {run or ''} checks a run, which has a config.toml; name its directory, such "
-            "as runs/digits."
-        )
-    checks = verify_run(run, public_key, delta)
-    failed = not all(check.passed for check in checks)
-    if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
-        raise typer.Exit(int(failed))
-    table = Table.grid("", "", Column(overflow="fold"), padding=(0, 2))
-    for check in checks:
-        mark = Text("passes", "green") if check.passed else Text("FAILS", "bold red")
-        table.add_row(mark, check.subject, check.detail)
-    console = Output()
-    console.print(table)
-    console.print(NOT_VERIFIED)
-    if public_key is None:
-        console.print("Without a signature this detects accidents, not forgery; see --public-key.")
-    if failed:
-        raise typer.Exit(1)
 
 
 def _answer_table(answer: Answer) -> Table:

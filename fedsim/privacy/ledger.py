@@ -20,7 +20,7 @@ short belongs to something that never left: a writer drops it, and readers ignor
 
 A chain proves that no line was damaged, lost or swapped by accident. It contains no secret: anyone
 who can write the file can write a forged chain, or cut off its end. To detect that, compare its
-head with a copy kept elsewhere (`fedsim privacy RUN --verify`), or sign it.
+head with a copy kept elsewhere (`fedsim verify RUN`), or sign it.
 """
 
 from __future__ import annotations

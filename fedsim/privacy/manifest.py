@@ -195,5 +195,5 @@ def check_signature(text: str, public: Path, manifest: bytes) -> str | None:
 def _no_key(name: str, path: Path) -> FedsimError:
     return FedsimError(
         f"{name} = {str(path)!r}; it must be the path of an Ed25519 key, such as "
-        "`fedsim privacy --new-key PATH` makes."
+        "`fedsim key PATH` makes."
     )

@@ -108,7 +108,7 @@ def test_a_run_is_verified_without_the_code_that_it_named(run: Path) -> None:
         "finally:\n    assert 'outside_laws' not in sys.modules\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, "privacy", str(run), "--verify"],
+        [sys.executable, "-c", script, "verify", str(run)],
         cwd=run.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -147,14 +147,14 @@ def test_the_privacy_command_asks_each_level_at_its_own_delta(tmp_path: Path) ->
     told = {level["level"]: (level["epsilon"], level["delta"]) for level in json.loads(said)}
     shown = {s.level: (s.epsilon, s.delta) for s in (result.privacy, result.example_privacy)}
     assert told == shown
-    verified = CliRunner().invoke(app, ["privacy", str(tmp_path / "run"), "--verify"])
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
     assert verified.exit_code == 0, verified.output
 
 
 def test_a_run_whose_clients_ledger_is_gone_does_not_verify(tmp_path: Path) -> None:
     fedsim.run(BASE, out=tmp_path / "run")
     (tmp_path / "run" / "ledger-examples.jsonl").unlink()
-    verified = CliRunner().invoke(app, ["privacy", str(tmp_path / "run"), "--verify", "--json"])
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "run"), "--json"])
     (check,) = [c for c in json.loads(verified.output) if c["subject"] == "manifest"]
     assert (verified.exit_code, check["passed"]) == (1, False)
     assert "it names client and example ledgers, and there are client" in check["detail"]

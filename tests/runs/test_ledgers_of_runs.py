@@ -375,7 +375,7 @@ def test_a_last_line_that_is_cut_short_is_dropped_unless_a_checkpoint_counts_it(
 def test_verification_says_what_it_does_not_cover(tmp_path):
     fedsim.run(config(**CLIENTS), out=tmp_path)
     shutil.rmtree(tmp_path / "checkpoint")
-    shown = CliRunner().invoke(app, ["privacy", str(tmp_path), "--verify"])
+    shown = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert shown.exit_code == 0
     assert "Not covered: checkpoint/" in " ".join(shown.output.split())
 
