@@ -136,13 +136,11 @@ class JsonRounds(Callback):
 
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:
-    """The metrics that a run reached, its privacy statements, and the files that it wrote."""
+    """The metrics that a run reached, five lines on its privacy, and the files that it wrote."""
     # Privacy is claimed if a mechanism is chosen at either level.
     claims = not config.mechanism.name == config.client.mechanism.name == "none"
     lines: list[RenderableType] = [_metrics_table(result.metrics), Text()]
-    lines.append(Text(str(result.privacy) if claims else _NO_CLAIM))
-    if result.example_privacy is not None and result.example_privacy is not result.privacy:
-        lines.append(Text(f"\n{result.example_privacy}"))
+    lines.append(Text("\n".join(result.guarantee)))
     if result.directory is not None:
         lines += [Text(), _files_table(result.directory, claims=claims)]
     if result.notes:
@@ -182,12 +180,6 @@ def _metrics_table(rows: Sequence[Row]) -> RenderableType:
         if mean is not None and not name.endswith("loss"):
             table.add_row("", brief(mean, percent), "mean of the last five evaluations")
     return table
-
-
-_NO_CLAIM = (
-    "No privacy is claimed: mechanism.name and client.mechanism.name are 'none', so updates are "
-    "neither bounded nor noised."
-)
 
 
 def _files_table(directory: RunDirectory, *, claims: bool) -> RenderableType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -40,6 +41,7 @@ from fedsim.federation.strategy_checks import (
 )
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, Statement
+from fedsim.privacy.adversary import RunFacts
 from fedsim.privacy.exclusions import check_budget
 from fedsim.privacy.flower_records import privacy_spent
 from fedsim.randomness import Randomness
@@ -252,7 +254,8 @@ evaluate_metrics_aggr_fn
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
-        return self.ledger.statement(self.delta)
+        statement = self.ledger.statement(self.delta)
+        return statement if self.shows_clients else replace(statement, run=RunFacts())
 
     def privacy_spent(self) -> PrivacySpent:
         """Epsilon and delta spent so far, in the form of Flower's own strategies."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.entry import DECLARED, Entry, Fact
@@ -12,10 +13,25 @@ from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.full import unamplified
 
-NOT_COVERED = (
-    "what the operator sees and logs: who was sampled, who replied, who failed and why, when",
-    "metrics of clients' data, where evaluate.unprotected releases them",
-)
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a statement says of a run that is not in its ledgers.
+
+    Attributes
+    ----------
+    network : bool
+        Whether its nodes are reached over a network.
+    noisy : tuple of str
+        Names of the metrics that clients' evaluations released with noise.
+    without_noise : tuple of str
+        Metrics of clients' data that were released without noise, in words, with whose they are.
+    """
+
+    network: bool = True
+    noisy: tuple[str, ...] = ()
+    without_noise: tuple[str, ...] = ()
+
 
 DECLARED_SENTENCES = {
     "sampler": (
@@ -211,7 +227,7 @@ def _unamplified(shares: Iterable[tuple[Event, float]], delta: float) -> float:
     return accountant.epsilon(delta)
 
 
-def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
+def public_facts(entries: Sequence[Entry], level: Level, run: RunFacts | None = None) -> list[str]:
     """Sentences on what is public, what is assumed, and what the user declares."""
     sentences = []
     if level == "example":
@@ -223,15 +239,17 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
         declared = {entry.event.law.population for entry in entries}
         populations = sorted(number for number in declared if number)
         clients = f" ({', '.join(f'{n:,}' for n in populations)} clients)" if populations else ""
+        sampled = any(entry.event.law.rate < 1 for entry in entries)
+        sampling = "the sampling rate, " if sampled else ""
         sentences.append(
-            f"Public: the declared population{clients}, the sampling rate, the denominator and "
-            "the number of rounds."
+            f"Public: the declared population{clients}, {sampling}the denominator and the number "
+            "of rounds."
         )
-        sentences.append(
-            "Assumed: that all nodes being unreachable at once never depends on a client's data: a "
-            "round that reaches none (on a network; never on an engine of one machine) ends the "
-            "run."
-        )
+        if run is None or run.network:
+            sentences.append(
+                "Assumed: that all nodes being unreachable at once never depends on a client's "
+                "data: a round that reaches none ends the run."
+            )
     facts = _facts(entries)
     evidence = facts.get("rows", set())
     sentences.extend(sentence for kind, sentence in ROWS.items() if kind in evidence)
@@ -239,6 +257,31 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
         if DECLARED in facts.get(fact, ()):
             sentences.append(sentence)
     return sentences
+
+
+def not_covered(run: RunFacts | None) -> list[str]:
+    """What the guarantee does not cover, of what this run has released or shown.
+
+    Of a run about which nothing but its ledger is known, metrics without noise are a possibility.
+    """
+    shown = ["what the operator sees and logs: who took part, who failed and why, when"]
+    if run is None:
+        shown.append("metrics of clients' data, if the run has released any without noise")
+    elif run.without_noise:
+        metrics = "; ".join(run.without_noise)
+        shown.append(f"metrics that the run has released without noise ({metrics})")
+    return shown
+
+
+def trusted(entries: Sequence[Entry], level: Level) -> str:
+    """Whom a protected row has to trust, in one short sentence."""
+    if level == "example":
+        return "Trusted: nobody but the client itself, which adds the noise."
+    if any(entry.placement != "client" for entry in entries):
+        return "Trusted: the server, which sees clients' updates before the noise."
+    if all("secagg-threshold" in entry.public for entry in entries):
+        return "Trusted: the server, to follow the protocol; clients, to add their noise."
+    return "Trusted: clients, to add their noise; the server sees each noisy share."
 
 
 def _facts(entries: Sequence[Entry]) -> Mapping[str, set[Fact]]:

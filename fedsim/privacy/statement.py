@@ -9,7 +9,14 @@ from typing import Any, Self
 
 from fedsim.arguments import check_arguments
 from fedsim.privacy.accountant import Cost
-from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
+from fedsim.privacy.adversary import (
+    RunFacts,
+    adversary,
+    large_delta,
+    not_covered,
+    public_facts,
+    trusted,
+)
 from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import Event
@@ -28,6 +35,13 @@ _METHODS = {
     "pld": "privacy loss distributions (PLD)",
     "rdp": "Rényi accounting (RDP)",
 }
+
+SEEDED = (
+    "The noise of a seeded run follows from its seed and its release digest, which covers all "
+    "settings that can change what is released: runs whose digests differ share none; runs of one "
+    "digest on different data share all of it, and their difference has none."
+)
+"""What runs of one seed share; README says it in the same words."""
 
 _OPERATORS = (
     "These figures depend on who took part and on how many examples each client has, which the "
@@ -51,7 +65,9 @@ def epsilon_marks(simulated: bool, declared: bool) -> str:
 
 @dataclass(frozen=True)
 class Statement:
-    """The guarantee of a run, computed from its ledgers and from nothing else.
+    """The guarantee of a run, computed from its ledgers.
+
+    What these do not say, the network and the metrics shown, is in `run`, if it is known.
 
     Attributes
     ----------
@@ -80,6 +96,8 @@ class Statement:
         An additional sentence.
     extrapolated : Extrapolation or None
         Cost of a hypothetical larger cohort, whose noise on the mean the run has simulated.
+    run : RunFacts or None
+        What is known of the run beside its ledgers; None if nothing is.
     """
 
     cost: Cost
@@ -94,6 +112,7 @@ class Statement:
     lines: int = 0
     note: str = ""
     extrapolated: Extrapolation | None = None
+    run: RunFacts | None = None
 
     @classmethod
     def of(
@@ -181,9 +200,23 @@ class Statement:
             *self._guarantee(),
             self.tradeoff.sentence(),
             *adversary(self.charged, self.level, self.delta),
-            *public_facts(self.charged, self.level),
-            f"Not covered: {'; '.join(NOT_COVERED)}.",
+            *public_facts(self.charged, self.level, self.run),
+            f"Not covered: {'; '.join(not_covered(self.run))}.",
             *self._ledger_sentences(),
+        ]
+
+    def summary(self) -> list[str]:
+        """Four short lines: epsilon and delta, for whom, what an attack misses, who is trusted."""
+        if not self.cost.releases or not self.private:
+            return self.sentences()[:1]
+        source = "a known seed" if self.simulated else "the operating system"
+        row = "client with all its data" if self.level == "client" else "example"
+        operators = "; for the operator only" if self.note == _OPERATORS else ""
+        return [
+            f"{self.words} = {self.epsilon:.4g} at delta = {self.delta:g}; noise from {source}",
+            f"Protected: one {row} (neighbours: {self.adjacency}){operators}.",
+            self.tradeoff.brief(),
+            trusted(self.charged, self.level),
         ]
 
     def _guarantee(self) -> list[str]:
@@ -220,11 +253,10 @@ class Statement:
         sentences += self._end()
         if self.simulated:
             sentences.append(
-                "Simulated: noise and samples follow from the config's seed. To anyone who knows "
-                "it there is no guarantee. Two runs of one seed on different data share their "
-                "noise, and their difference has none: publish at most one of them. With "
-                'noise.entropy = "system" noise and samples come from the operating system, no two '
-                "runs share any, and the guarantee holds against the adversary named here."
+                "Simulated: noise and samples follow from a seed. To anyone who knows it there is "
+                f"no guarantee. {SEEDED} Publish at most one of these. With noise.entropy = "
+                '"system" noise and samples come from the operating system, no two runs share any, '
+                "and the guarantee holds against the adversary named here."
             )
         return sentences
 
@@ -233,6 +265,8 @@ class Statement:
         """What was released, in words."""
         evaluated = any(entry.kind == "evaluation" for entry in self.charged)
         metrics = " with the noisy metrics of clients' evaluations" if evaluated else ""
+        if evaluated and self.run is not None and self.run.noisy:
+            metrics += f" ({', '.join(self.run.noisy)})"
         return f"the sequence of global models{metrics}"
 
     def _end(self) -> list[str]:
@@ -277,8 +311,8 @@ class Statement:
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "covers": self.covers,
             "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
-            "public": public_facts(self.charged, self.level),
-            "not-covered": list(NOT_COVERED),
+            "public": public_facts(self.charged, self.level, self.run),
+            "not-covered": not_covered(self.run),
             "ledger": self.ledger,
             "head": self.head,
             "lines": self.lines,

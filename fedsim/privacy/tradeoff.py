@@ -25,6 +25,10 @@ from fedsim.privacy.losses import Array, bisected
 # A Gaussian's closed form loses its last digits in the special functions.
 ROUNDING = 1e-12
 LARGEST_EXPONENT = 700.0
+FEW = 0.05
+"""Fraction of people below which a statement says "nobody", and above the rest "everybody"."""
+CERTAIN = 1e-9
+"""False-positive rate of an attack that is certain."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,34 @@ class TradeOff:
         return bisected(lambda mu: _dominates(mu, epsilons, deltas), 1e-7, most=1e6)[1]
 
     def sentence(self) -> str:
-        """The curve at three false-positive rates, as a sentence."""
-        missed = self([0.01, 0.05, 0.1])
-        at_one, at_five, at_ten = (f"{math.floor(1000 * rate) / 10:g} %" for rate in missed)
-        return (
+        """The curve at three false-positive rates, in words; and whether it protects anybody."""
+        at_one, at_five, at_ten = (f"{self._missed(rate):g} %" for rate in (0.01, 0.05, 0.1))
+        figures = (
             "At a false-positive rate of 1 %, any membership-inference attack misses at least "
             f"{at_one}; at 5 %, {at_five}; at 10 %, {at_ten}."
         )
+        return f"{figures} {self._void()}".strip()
+
+    def brief(self) -> str:
+        """The curve at a false-positive rate of 1 %, in at most 76 characters."""
+        missed = self._missed(0.01)
+        if missed >= 100 * (1 - FEW):
+            return f"At 1 % false positives any attack misses nearly everybody ({missed:g} %)."
+        return self._void() or f"At 1 % false positives any attack misses at least {missed:g} %."
+
+    def _void(self) -> str:
+        """A sentence if an attack may find everybody, or some for certain; else empty."""
+        if self._missed(0.01) < 100 * FEW:
+            return "At 1 % false positives an attack may find everybody: this protects nobody."
+        # Of clients who may not be sampled, for example, only the sampled ones are found.
+        found = 100 - self._missed(CERTAIN)
+        if found > 100 * FEW:
+            return f"An attack may find {found:.3g} % of people for certain: this protects nobody."
+        return ""
+
+    def _missed(self, false_positives: float) -> float:
+        """Least false-negative rate in per cent, rounded down to one decimal."""
+        return math.floor(1000 * float(self(false_positives))) / 10
 
 
 @check_arguments

@@ -5,7 +5,7 @@ Files written by another version are read as far as possible.
 
 from __future__ import annotations
 
-import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Statement
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import Row, brief, brief_metric, display_name, recent_mean
+from fedsim.runs.metrics import Row, brief_metric, display_name, recent_mean
 from fedsim.runs.run_ledgers import Ending, EndState, RunLedgers, read_summary
 from fedsim.runs.run_lock import is_marked
 
@@ -239,18 +239,33 @@ class RunResult:
         """Privacy statement at example level; None if clients do not protect their examples."""
         return next((s for s in self.statements if s.level == "example"), None)
 
+    @property
+    def guarantee(self) -> list[str]:
+        """Five short lines, one sentence each: what is guaranteed, and what explains it.
+
+        For epsilon and delta, whom they protect, what an attack misses, and who is trusted; the
+        first four for each level that is protected. `privacy` is the whole statement.
+        """
+        config = self.ledgers.config
+        if all(config.get(f"{t}mechanism.name", "none") == "none" for t in ("", "client.")):
+            return [_NO_CLAIM]
+        lines = [line for statement in self.statements for line in statement.summary()]
+        if self.directory is None:
+            return [*lines, "`print(result.privacy)` explains this."]
+        return [*lines, f"`fedsim privacy {shlex.quote(str(self.directory.path))}` explains this."]
+
     def __repr__(self) -> str:
         facts = self._facts()
         location = "in memory only" if self.directory is None else str(self.directory.path)
         figures = ", ".join(f"{name} {value}" for name, value in facts.items())
         end = f"{self.ended} after round {self.rounds}" + f": {self.why}" * bool(self.why)
-        return f"{end}\n{figures or 'nothing was evaluated'}\n{location}"
+        return "\n".join([end, figures or "nothing was evaluated", *self.guarantee, location])
 
     def _repr_html_(self) -> str:
         """A table for a notebook."""
         cells: dict[str, object] = {"ended": f"{self.ended} after round {self.rounds}"}
         cells |= {"why": self.why} if self.why else {}
-        cells |= self._facts()
+        cells |= self._facts() | {"privacy": self.guarantee}
         if self.directory is not None:
             cells["directory"] = self.directory.path
         table: str = resolve_name("fedsim.reports.page:render")("facts.html", facts=cells)
@@ -262,15 +277,14 @@ class RunResult:
         return int(self.metrics[-1]["round"]) if self.metrics else 0
 
     def _facts(self) -> dict[str, str]:
-        """Last value of every metric on test examples, and the epsilon spent."""
+        """Last value of every metric on test examples."""
         last: dict[str, float] = {}
         for row in self.metrics:
             last |= {name: value for name, value in row.items() if name.startswith("test-")}
-        facts = {display_name(name): brief_metric(name, value) for name, value in last.items()}
-        for statement in self.statements:
-            if statement.private and statement.cost.releases:
-                level = f"{statement.words} at {statement.level} level"
-                facts[level] = f"{brief(statement.epsilon)} (delta {statement.delta:g})"
-        if not math.isfinite(self.privacy.epsilon):
-            facts["privacy"] = "none"
-        return facts
+        return {display_name(name): brief_metric(name, value) for name, value in last.items()}
+
+
+_NO_CLAIM = (
+    "No privacy is claimed: mechanism.name and client.mechanism.name are 'none', so updates are "
+    "neither bounded nor noised."
+)

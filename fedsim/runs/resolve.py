@@ -89,6 +89,12 @@ class Resolved:
         released = self.config.evaluate.private
         return ("train", *(() if released else ("clients",)), *self.data.of_clients)
 
+    @property
+    def splits_of_clients(self) -> tuple[str, ...]:
+        """Those of "test" and "validation" whose examples are clients'."""
+        dealt = any(len(indices) for indices in self.data.test_parts or ())
+        return tuple({*self.data.of_clients, *(["test"] if dealt else [])})
+
 
 def resolve(
     config: RunConfig,

@@ -15,7 +15,9 @@ from fedsim.config.plan import with_config_figures
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, Level, Statement, claimed
+from fedsim.privacy.adversary import RunFacts
 from fedsim.privacy.ledger import End, statement_of
+from fedsim.runs.metrics import QUANTILES, MetricsFile, Row, subject
 
 SUMMARY_FORMAT = 1
 
@@ -80,6 +82,11 @@ class RunLedgers:
         Delta of the statements, instead of the config's.
     path : path
         The run's directory.
+    rows : sequence of mapping, optional
+        Rows of metrics.csv; read from the directory if not given.
+    of_clients : tuple of str, optional
+        Those of "test" and "validation" whose examples are clients'; read from summary.json if not
+        given.
     """
 
     config: Mapping[str, Scalar] = field(default_factory=dict)
@@ -88,6 +95,8 @@ class RunLedgers:
     ending: Ending = UNFINISHED
     other_delta: float | None = None
     path: Path = Path()
+    rows: Sequence[Row] | None = None
+    of_clients: tuple[str, ...] | None = None
 
     @classmethod
     def read(
@@ -137,6 +146,39 @@ class RunLedgers:
     @cached_property
     def statements(self) -> list[Statement]:
         """Privacy statements, one for each level that has a ledger; the main one first."""
+        facts = self._facts()
+        return [replace(statement, run=facts) for statement in self._of_ledgers()]
+
+    def _facts(self) -> RunFacts | None:
+        """What the config and the metrics say of the run; None without a config."""
+        config = self.config
+        if not config:
+            return None
+        network = config.get("engine.name") == "deployment"
+        unprotected, private = (config.get(f"evaluate.{k}") for k in ("unprotected", "private"))
+        if not (unprotected or private):
+            return RunFacts(network)
+        rows = MetricsFile(self.path / "metrics.csv").rows() if self.rows is None else self.rows
+        shown: dict[str, list[str]] = {}
+        for column in dict.fromkeys(name for row in rows for name in row):
+            whose = subject(column)
+            shown.setdefault(whose, []).append(column.removeprefix(f"{whose}-"))
+        if not unprotected:
+            return RunFacts(network, noisy=tuple(shown.get("clients", ())))
+        of_clients = self.of_clients
+        if of_clients is None:
+            of_clients = splits_of_clients(read_summary(self.path / "summary.json"))
+        released = {"clients", "train", *of_clients}
+        return RunFacts(
+            network,
+            without_noise=tuple(
+                f"{_listed(shown[split])} {of_whom}"
+                for split, of_whom in _CLIENTS_DATA.items()
+                if split in shown and split in released
+            ),
+        )
+
+    def _of_ledgers(self) -> list[Statement]:
         config, server, examples = self.config, self.server, None
         used = [ledger for ledger in self.examples if ledger.entries]
         if used:
@@ -155,6 +197,28 @@ class RunLedgers:
         # A server that does not bound updates claims nothing about its releases.
         bounded = config.get("mechanism.name", "none") != "none" or bool(server.entries)
         return claimed(of_server if bounded or examples is None else None, examples)
+
+
+def _listed(metrics: Sequence[str]) -> str:
+    """Names of metrics, without those of their quantiles over clients."""
+    quantiles = {f"{name}-{quantile}" for name in metrics for quantile in QUANTILES}
+    means = ", ".join(name for name in metrics if name not in quantiles)
+    return f"{means} (means and quantiles)" if quantiles & {*metrics} else means
+
+
+# Subjects of metrics.csv's columns that may be of clients' data.
+_CLIENTS_DATA = {
+    "clients": "of clients' own evaluations",
+    "train": "of clients' training",
+    "test": "of clients' test examples",
+    "validation": "of clients' validation examples",
+}
+
+
+def splits_of_clients(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those of "test" and "validation" whose examples are clients', or may be, by summary.json."""
+    splits = ("test", "validation")
+    return tuple(split for split in splits if summary.get(f"{split}-of-clients", True))
 
 
 def node_ledgers(run: Path, config: Mapping[str, Scalar]) -> list[Path]:

@@ -252,7 +252,15 @@ class Session:
         own = [] if examples is None else [examples]
         if examples is None and self._directory is not None:
             own = [*map(Ledger.read, node_ledgers(path, self._config))]
-        return RunLedgers(self._config, self.strategy.ledger, own, self.ending, path=path)
+        return RunLedgers(
+            self._config,
+            self.strategy.ledger,
+            own,
+            self.ending,
+            path=path,
+            rows=self._rows,
+            of_clients=self.resolved.splits_of_clients,
+        )
 
     @property
     def ending(self) -> Ending:

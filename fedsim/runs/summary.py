@@ -170,9 +170,8 @@ def measured(
     summary["parameters"] = sum(values.numel() for values in arrays.values())
     if config.evaluate.every:
         summary["test"] = _test(evaluation.trainers["test"], arrays, labels)
-        summary["test-of-clients"] = "test" in resolved.data.of_clients or any(
-            len(indices) for indices in resolved.data.test_parts or ()
-        )
+        for split in ("test", "validation"):
+            summary[f"{split}-of-clients"] = split in resolved.splits_of_clients
     if config.evaluate.unprotected or not config.protects:
         summary["partition"] = _partition(resolved, labels)
     return summary

@@ -289,7 +289,7 @@ def test_a_target_is_of_rounds_and_evaluations_together() -> None:
     evaluated = [row["round"] for row in result.metrics if "clients-accuracy" in row]
     assert evaluated == [5, 10]
     assert "clients-loss" not in result.metrics[5]
-    assert "with the noisy metrics of clients' evaluations is (" in str(statement)
+    assert "with the noisy metrics of clients' evaluations (accuracy) is (" in str(statement)
 
 
 def test_a_released_metric_stops_a_run() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from ledger_helpers import COHORT, DELTA, ZEROED, release
 
 from fedsim.cohorts import CyclicCohort, FixedCohort, FullCohort, PoissonCohort, SeparatedCohort
 from fedsim.privacy import Accountant, Entry, Event, Ledger
+from fedsim.privacy.adversary import RunFacts
 from fedsim.privacy.laws import FullLaw, PoissonLaw
 from fedsim.privacy.ledger import statement_of
 from fedsim.privacy.losses import gaussian_delta
+from fedsim.privacy.statement import SEEDED
 
 
 @pytest.fixture
@@ -168,3 +171,95 @@ def test_a_delta_that_lets_somebody_be_published_whole_is_warned_of(delta, warne
     # The smallest client's, whoever pays most.
     said = str(statement_of([few, many], delta))
     assert ("is at least 1 / 100, a client's examples" in said) == warned
+
+
+def test_what_runs_of_one_seed_share_is_said_in_the_words_of_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert SEEDED in " ".join(readme.split())
+    for entropy in ("config", "system"):
+        ledger = Ledger(delta=DELTA)
+        ledger.record(Entry(round=1, event=Event.of(COHORT, 1.0), entropy=entropy))
+        assert (SEEDED in str(ledger.statement())) == (entropy == "config")
+
+
+def of_one_round(**fields):
+    """The statement of one round under Poisson sampling, with these fields of its entry."""
+    ledger = Ledger(delta=DELTA)
+    ledger.record(Entry(round=1, event=Event.of(COHORT, 1.0), **fields))
+    return ledger.statement()
+
+
+def test_what_does_not_apply_to_a_run_is_not_said():
+    said = of_one_round()
+    # Of a ledger alone neither the network nor the metrics are known.
+    for part in ("Assumed: that all nodes", "if the run has released any without noise"):
+        assert part in str(said)
+    plain = str(replace(said, run=RunFacts(network=False)))
+    for part in ("Assumed", "metrics", "without noise", "share", "secure", "Declared", "devices"):
+        assert part not in plain, part
+    assert "Assumed: that all nodes" in str(replace(said, run=RunFacts(network=True)))
+    full = Ledger(delta=DELTA)
+    full.record(Entry(event=Event.of(FullCohort(100), 3.0)))
+    assert "sampling rate" not in str(full.statement())
+    assert "the sampling rate" in plain
+
+
+def test_metrics_that_a_run_has_released_are_named():
+    facts = RunFacts(network=False, without_noise=("auc, f1 of clients' own evaluations",))
+    said = replace(of_one_round(), run=facts)
+    named = "metrics that the run has released without noise (auc, f1 of clients' own evaluations)"
+    assert f"; {named}." in str(said)
+    assert said.to_dict()["not-covered"][1] == named
+    noisy = replace(of_one_round(kind="evaluation"), run=RunFacts(noisy=("accuracy", "loss")))
+    assert "the noisy metrics of clients' evaluations (accuracy, loss) is (" in str(noisy)
+
+
+@pytest.mark.parametrize(
+    ("noise", "words"),
+    [
+        (9.0, "any attack misses nearly everybody (98.6 %)"),  # Phi(2.3263 - 1 / noise)
+        (1.0, "any attack misses at least 90.7 %"),
+        (0.01, "this protects nobody"),
+    ],
+)
+def test_what_an_attack_finds_is_said_in_words_where_it_is_everybody_or_nobody(noise, words):
+    event = Event(noise_multiplier=noise, law=FullLaw(adjacency="zero-out"))
+    ledger = Ledger(delta=DELTA)
+    ledger.record(Entry(round=1, event=event))
+    said = ledger.statement()
+    assert words in said.summary()[2]
+    assert ("this protects nobody" in str(said)) == (noise == 0.01)
+
+
+def test_a_run_that_finds_the_sampled_ones_for_certain_protects_nobody():
+    ledger = Ledger(delta=1e-4)
+    for t in (1, 2):
+        ledger.record(Entry(round=t, event=Event.of(PoissonCohort(0.2, 479), 0.02)))
+    # A client is in one of two rounds with probability 1 - .8 ** 2.
+    assert ledger.statement().tradeoff.brief() == (
+        "An attack may find 36.1 % of people for certain: this protects nobody."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "the server, which sees clients' updates"),
+        ({"placement": "client"}, "clients, to add their noise; the server sees each"),
+        (
+            {"placement": "client", "public": {"secagg-threshold": 4, "secagg-colluders": 0}},
+            "the server, to follow the protocol",
+        ),
+        ({"level": "example", "event": ZEROED}, "nobody but the client itself"),
+    ],
+)
+def test_five_lines_fit_a_terminal_and_say_who_is_trusted(fields, words):
+    ledger = Ledger(delta=DELTA)
+    event = Event.of(COHORT, 1.0)
+    ledger.record(Entry(**{"round": 1, "event": event, "entropy": "config", **fields}))
+    lines = ledger.statement().summary()
+    assert len(lines) == 4  # and the command that explains them
+    assert max(map(len, lines)) <= 74  # in a panel of 80 columns
+    assert f"Trusted: {words}" in lines[3]
+    assert "(simulated) = " in lines[0]
+    assert "noise from a known seed" in lines[0]

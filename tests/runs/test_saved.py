@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import importlib.util
 import io
 import json
@@ -21,6 +22,7 @@ from fedsim.config.release_keys import keys_outside_release
 from fedsim.datasets import Dataset
 from fedsim.datasets import load as load_data
 from fedsim.errors import FedsimError
+from fedsim.reports.verification import verify_run
 from fedsim.runs.export import export, publish
 from fedsim.runs.saved import SavedRun
 
@@ -545,6 +547,30 @@ def test_a_bundle_tells_of_files_only_their_names_and_that_they_are_believed(
     assert b"assumed to be independent of clients' data (devices, client.work)" in everything
 
 
+def test_a_statement_names_the_clients_metrics_that_the_run_has_released(tmp_path: Path) -> None:
+    data = features(tmp_path / "own.npz")
+    measured = {"evaluate.every": 1, "evaluate.unprotected": True, "rounds": 2}
+    shown = run_of_owners(data, tmp_path / "shown", **measured, **{"evaluate.clients-every": 1})
+    listed = (
+        "metrics that the run has released without noise (accuracy, loss (means and quantiles) of "
+        "clients' own evaluations; loss of clients' training; loss, accuracy of clients' test "
+        "examples)"
+    )
+    assert shown.privacy.to_dict()["not-covered"][1:] == [listed]
+    page = html.unescape((tmp_path / "shown" / "report.html").read_text())
+    publish(shown, tmp_path / "bundle")
+    assert listed in page
+    assert listed in (tmp_path / "bundle" / "statement.txt").read_text()
+    # What was not measured is not named, nor are metrics of test examples that are no client's.
+    unmeasured = run_of_owners(data, tmp_path / "none")
+    assert "metrics" not in str(unmeasured.privacy)
+    others = RunConfig().replace(**PRIVATE, **{"evaluate.unprotected": True})
+    public = fedsim.run(others, out=tmp_path / "public").privacy
+    assert "without noise (loss of clients' training)." in str(public)
+    for run in ("shown", "none", "public"):
+        assert all(check.passed for check in verify_run(tmp_path / run)), run
+
+
 def test_a_run_without_a_guarantee_has_nothing_to_publish(tmp_path: Path) -> None:
     fedsim.run(RunConfig().replace(**SMALL), out=tmp_path / "run")
     with pytest.raises(FedsimError, match="has no privacy guarantee"):
@@ -592,17 +618,27 @@ def test_a_run_that_kept_no_best_round_says_so(private_run: Path) -> None:
         fedsim.load(private_run, best=True)
 
 
-def test_a_result_prints_in_three_lines_and_as_a_table(tmp_path: Path) -> None:
+def test_a_result_prints_five_lines_on_privacy_also_as_a_table(tmp_path: Path) -> None:
     result = fedsim.run(RunConfig().replace(**PRIVATE), out=tmp_path / "<run>")
-    ended, reached, where = repr(result).splitlines()
+    ended, reached, epsilon, protected, attack, trusted, command, where = repr(result).splitlines()
     assert ended == "finished after round 3"
     assert "test accuracy" in reached
-    assert "epsilon (simulated) at client level" in reached
+    said = result.privacy
+    assert epsilon == (
+        f"epsilon (simulated) = {said.epsilon:.4g} at delta = {said.delta:g}; noise from a known "
+        "seed"
+    )
+    assert protected == "Protected: one client with all its data (neighbours: zero-out)."
+    assert attack == said.tradeoff.brief()
+    assert trusted == "Trusted: the server, which sees clients' updates before the noise."
+    assert command == f"`fedsim privacy '{tmp_path / '<run>'}'` explains this."
     assert where == str(tmp_path / "<run>")
     table = result._repr_html_()
     assert "&lt;run&gt;" in table
     assert "<run>" not in table
-    assert "privacy none" in repr(fedsim.run(RunConfig().replace(**SMALL)))
+    assert f"{protected}<br>" in table
+    (claim,) = fedsim.run(RunConfig().replace(**SMALL)).guarantee
+    assert claim.startswith("No privacy is claimed")
 
 
 def test_a_tables_categories_name_the_classes_and_another_tables_are_held_against_them(
