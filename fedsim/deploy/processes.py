@@ -212,7 +212,7 @@ class Processes(Closed):
             code = running.process.poll()
             if code is not None:
                 said = (running.last_error() or "nothing").rstrip(".")
-                raise ChildProcessError(f"{name} {ending(code)}; its log ({running.log}): {said}")
+                raise ChildProcessError(f"{name} {ending(code)}; its log says: {said}")
 
     def _command(self, line: str) -> None:
         pipe = _stream(self._janitor.stdin)

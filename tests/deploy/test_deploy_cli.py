@@ -200,7 +200,7 @@ def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number, ending):
         said = up.communicate()[0]
     if isinstance(number, str):
         assert f"fedsim: {number}" in said
-        assert "was ended by signal 9; its log" in said
+        assert "was ended by signal 9; its log says" in said
     deadline = time.monotonic() + 30
     while processes_of(tmp_path) or listening(port) or listening(fleet_port):
         assert time.monotonic() < deadline

@@ -89,7 +89,7 @@ def test_a_run_one_of_whose_processes_ended_says_which_and_how_it_is_resumed(
     (directory.checkpoint / "round-3").mkdir(parents=True)
 
     def ended() -> None:
-        raise ChildProcessError("supernode-2 was ended by signal 9; its log (a.log): nothing")
+        raise ChildProcessError("supernode-2 was ended by signal 9; its log says: nothing")
 
     class Polled(Failing):
         def follow(self, run_id: int, poll: Any, show: Any) -> str:
@@ -99,7 +99,7 @@ def test_a_run_one_of_whose_processes_ended_says_which_and_how_it_is_resumed(
     with pytest.raises(RunFailedError) as failure:
         _follow(Polled(""), 7, ended, directory)
     assert str(failure.value) == (
-        "supernode-2 was ended by signal 9; its log (a.log): nothing. "
+        "supernode-2 was ended by signal 9; its log says: nothing. "
         "The same command with --resume continues from its checkpoint of round 3."
     )
 
