@@ -158,6 +158,7 @@ def audit_config(
     check_numbers(confidence, runs or None)
     _refuse_without_claim(config, rounds)
     resolved = resolve(config)
+    resolved.plan.check_entropy("system")  # an audit tests a guarantee, whatever the seed
     check(resolved)
     with silenced_logs():
         results = findings(user_checks.checks(resolved, seed))

@@ -314,7 +314,7 @@ def stats(
     for statement in result.statements:
         console.print(
             f"All of it together is ({statement.epsilon:.4g}, {statement.delta:g})-differentially "
-            f"private at client level{', simulated' if statement.simulated else ''}; see `fedsim "
+            f"private at client level{statement.marks}; see `fedsim "
             f"privacy {directory}`."
         )
     write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -27,8 +27,8 @@ from fedsim.cli.privacy_question import (
     with_sampling,
 )
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Answer, Ledger, Question, TradeOff, tradeoff
-from fedsim.privacy.entry import Entry, History
+from fedsim.privacy import Accountant, Answer, Ledger, Question, Statement, TradeOff, tradeoff
+from fedsim.privacy.entry import History
 from fedsim.privacy.events import simple_laws
 
 _plan = partial(panel_option, "The plan")
@@ -168,7 +168,7 @@ def privacy(
     answer = question.answer()
     console.print(_answer_table(answer))
     _print_warning(console, contents.large_delta(question))
-    _print_further(console, contents, answer, extrapolated=rounds is None)
+    _print_further(console, contents, answer)
 
 
 def _print_warning(console: Output, warning: str) -> None:
@@ -176,14 +176,11 @@ def _print_warning(console: Output, warning: str) -> None:
         console.print(warning)
 
 
-def _print_further(
-    console: Output, contents: Source, answer: Answer, *, extrapolated: bool
-) -> None:
-    """Print the notes after an answer: extrapolation, declarations, trade-off curve."""
-    figure = contents.extrapolated if extrapolated else None
-    for sentence in ([] if figure is None else [figure.sentence()]) + list(contents.declared):
+def _print_further(console: Output, contents: Source, answer: Answer) -> None:
+    """Print the notes after an answer: declarations, trade-off curve."""
+    for sentence in contents.declared:
         console.print(sentence)
-    if math.isfinite(answer.cost.epsilon):
+    if math.isfinite(answer.cost.epsilon) and not answer.question.simulated > 1:
         console.print(_tradeoff_table(tradeoff(answer.events)))
 
 
@@ -196,9 +193,9 @@ def _show_spent(contents: Source, ledger: Ledger, delta: float, as_json: bool) -
     console = Output()
     for statement in statements:
         console.print(f"{statement}\n")
-        if statement.private and statement.cost.releases:
+        if statement.protects and statement.cost.releases:
             console.print(_tradeoff_table(statement.tradeoff))
-    console.print(_history_table(ledger.statement(delta).charged, delta))
+    console.print(_history_table(ledger.statement(delta)))
 
 
 def _answer_table(answer: Answer) -> Table:
@@ -230,7 +227,9 @@ def _answer_table(answer: Answer) -> Table:
     if cost.poisson_epsilon is not None:
         table.add_row("Poisson would cost", f"{_number(cost.poisson_epsilon)} (add-remove)")
     if question.simulated:
-        table.add_row("simulated", "the noise follows from the config's seed; see noise.entropy")
+        larger = f"for a cohort of {question.simulated:,}, no guarantee of this run; "
+        why = "the noise follows from the config's seed; see noise.entropy"
+        table.add_row("simulated", (larger if question.simulated > 1 else "") + why)
     if question.past and question.asks == "noise multiplier":
         table.add_row("", "chosen after releases, therefore by Rényi accounting")
     return table
@@ -267,9 +266,10 @@ def _over_table(question: Question, key: str, answers: list[Answer]) -> Table:
     return table
 
 
-def _history_table(entries: Sequence[Entry], delta: float) -> Table:
+def _history_table(statement: Statement) -> Table:
     """Table of epsilon over rounds, in about ten steps."""
-    table = Table(title=f"epsilon at delta = {delta:g}")
+    entries, delta = statement.charged, statement.delta
+    table = Table(title=f"{statement.words} at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
         table.add_column(name, justify="right")
     every, history = max(1, math.ceil(len(entries) / 10)), History()

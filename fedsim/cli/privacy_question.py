@@ -11,17 +11,14 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import (
     entropy,
     evaluation_events,
-    extrapolation,
     may_stop,
     uncalibrated_plan,
-    with_added_noise,
     with_best_groups,
 )
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, Event, Ledger, Question
 from fedsim.privacy.adversary import DECLARED_SENTENCES, large_delta
-from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.events import law_named, simple_laws
 from fedsim.privacy.plan import of_user
 from fedsim.runs.run_ledgers import RunLedgers, delta_of, node_ledgers
@@ -41,8 +38,6 @@ class Source:
         spent most.
     ledgers : RunLedgers
         All ledgers that were read.
-    extrapolated : Extrapolation or None
-        For a config that simulates the noise of a larger cohort.
     declared : tuple of str
         Sentences on the parts of the mechanism that the config's user declares.
     smallest : int or None
@@ -52,7 +47,6 @@ class Source:
     question: Question = field(default_factory=Question)
     ledger: Ledger | None = None
     ledgers: RunLedgers = field(default_factory=RunLedgers)
-    extrapolated: Extrapolation | None = None
     declared: tuple[str, ...] = ()
     smallest: int | None = None
 
@@ -104,7 +98,6 @@ def _of_config(config: RunConfig) -> Source:
     question, smallest = _planned(config)
     return Source(
         question,
-        extrapolated=extrapolation(config, config.rounds),
         declared=tuple(DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in declared),
         smallest=smallest,
     )
@@ -129,7 +122,8 @@ def _of_examples(ledgers: RunLedgers) -> Source:
 def _further_rounds(ledger: Ledger, delta: float) -> Question:
     """Question about more rounds like the ledger's last one."""
     question = Question(delta=delta, level=ledger.level)
-    charged = ledger.statement(delta).charged if ledger.entries else ()
+    statement = ledger.statement(delta) if ledger.entries else None
+    charged = () if statement is None else statement.charged
     # An event of count 0 is of a round that an earlier charge (a whole plan) covers.
     rounds = (e for e in reversed(charged) if e.kind == "release" and e.event.count)
     last = next(rounds, None)
@@ -143,13 +137,13 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
         invocations=max(last.event.count // covered, 1),
         noise_multiplier=last.event.total_noise_multiplier,
         past=tuple(entry.event for entry in charged),
-        simulated=any(entry.entropy == "config" for entry in charged),
+        simulated=0 if statement is None else statement.mark,
     )
 
 
 def _planned(config: RunConfig) -> tuple[Question, int | None]:
     """Question about a config, and the number of examples of its smallest client if that counts."""
-    noise = with_added_noise(config).noise
+    noise = config.noise
     if not config.private and config.client.private:
         return _planned_examples(config)
     if not config.private:
@@ -158,13 +152,14 @@ def _planned(config: RunConfig) -> tuple[Question, int | None]:
             f"{noise.multiplier or 0}, and clients do not protect their examples; the run has no "
             "guarantee, and its epsilon is infinite."
         )
-    event = uncalibrated_plan(config, config.mechanism.make()).event()
+    plan = uncalibrated_plan(config, config.mechanism.make())
+    event = plan.event()
     question = Question(
         noise_multiplier=noise.multiplier,
         target_epsilon=noise.target_epsilon,
         rounds=config.rounds,
         delta=noise.delta,
-        simulated=entropy(config) == "config",
+        simulated=plan.mark(entropy(config)),
         may_stop=may_stop(config.to_run_config()),
         law=event.law,
         invocations=event.count,

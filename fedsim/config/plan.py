@@ -17,7 +17,6 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Event
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate
-from fedsim.privacy.claims import Extrapolation
 from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
@@ -97,7 +96,7 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
         level="client",
         sampler=cohort(config),
         bound=bound,
-        noise=made_noise(with_added_noise(config).noise),
+        noise=made_noise(config.noise),
         rounds=config.rounds,
         may_stop=config.private and may_stop(config.to_run_config()),
         # With secure aggregation the server knows who is sampled: no amplification against it.
@@ -105,6 +104,20 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
     )
     if secagg.threshold:
         plan.check_secure()
+    return _simulating(plan, config) if config.noise.cohort_size else plan
+
+
+def _simulating(plan: ReleasePlan[BoundOf], config: RunConfig) -> ReleasePlan[BoundOf]:
+    """The plan that simulates the config's larger cohort."""
+    noise, other = config.noise, ""
+    if not config.private:
+        other = "in a run without a mechanism and noise"
+    elif config.evaluate.private:
+        other = "with evaluate.private = true, whose metrics have noise for the real cohort"
+    if other:
+        raise FedsimError(f"noise.cohort-size is {noise.cohort_size}; it must be 0 {other}.")
+    plan = plan.simulating(noise.cohort_size, noise.cohort_population or config.partition.clients)
+    plan.check_entropy("system" if config.engine.name == "deployment" else entropy(config))
     return plan
 
 
@@ -118,26 +131,6 @@ def made_noise(section: NoiseSection) -> Noise:
     """Make the noise that a table names; its multiplier is 0 if none is set."""
     noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
     return noise
-
-
-def with_added_noise(config: RunConfig) -> RunConfig:
-    """The same run with `noise.multiplier` set to the noise that is really added.
-
-    To give the mean the noise of a larger cohort (``noise.cohort-size``), the sum over the sampled
-    cohort gets less noise: times its expected size over the larger cohort's size.
-    """
-    noise = config.noise
-    if not noise.cohort_size:
-        return config
-    assert noise.multiplier is not None
-    drawn = cohort(config).expected_size
-    return config.replace(
-        **{
-            "noise.multiplier": noise.multiplier * drawn / noise.cohort_size,
-            "noise.cohort-size": 0,
-            "noise.cohort-population": 0,
-        }
-    )
 
 
 def evaluation_events(config: RunConfig) -> list[Event]:
@@ -166,17 +159,6 @@ def evaluation_event(config: RunConfig) -> Event | None:
     return Event.of(sampler, multiplier)
 
 
-def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
-    """Cost of the releases with the larger cohort whose noise is simulated; None without one."""
-    noise = config.noise
-    if not noise.cohort_size:
-        return None
-    assert noise.multiplier is not None
-    population = noise.cohort_population or config.partition.clients
-    law = cohort(config).law().sampled(noise.cohort_size, population)
-    return Extrapolation.of(law, population, noise.multiplier, releases, noise.delta)
-
-
 def entropy(config: RunConfig) -> Literal["config", "system"]:
     """Source of all draws of a run except its partition and its initial model.
 
@@ -199,10 +181,10 @@ def may_stop(flat: Mapping[str, Scalar]) -> bool:
     return bool(flat.get("stop.metric") or flat.get("stop.callbacks"))
 
 
-def with_config_figures(
+def with_assumptions(
     flat: Mapping[str, Scalar], statement: Statement, path: Path, *, cut_short: bool
 ) -> Statement:
-    """The server's statement with the config's figures (groups, larger cohort) and assumptions.
+    """The server's statement with the config's assumptions.
 
     The full config, which may be another version's, is read only if one of these needs it.
 
@@ -222,15 +204,13 @@ def with_config_figures(
         If such a config cannot be read by this version.
     """
     assumed = cut_short and statement.private and not may_stop(flat)
-    if not (flat.get("noise.cohort-size") or has_devices(flat) or assumed):
+    if not (has_devices(flat) or assumed):
         return statement
     config = past_config(path, flat)
     notes = [_DEVICES] if config.private and has_devices(flat) else []
     if assumed and config.private and not release_plan(config, config.mechanism.make()).closed:
         notes.append(_cut_short(config, statement))
-    figure = extrapolation(config, statement.cost.releases)
-    note = " ".join(filter(None, [statement.note, *notes]))
-    return replace(statement, extrapolated=figure, note=note)
+    return replace(statement, note=" ".join(filter(None, [statement.note, *notes])))
 
 
 def _cut_short(config: RunConfig, statement: Statement) -> str:

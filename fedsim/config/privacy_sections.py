@@ -75,9 +75,9 @@ class NoiseSection(Choice, table="noise"):
     max_epsilon: Annotated[float | None, OUTSIDE_RELEASE, Gt(0)] = None
     """Privacy budget: the run ends before its epsilon exceeds this, and keeps the model."""
     cohort_size: Annotated[int, Ge(0)] = 0
-    """Simulate the noise of a larger cohort: the multiplier is that of a cohort of this size, and
-    the mean gets as much noise as there. The noise really added is smaller, and is charged as such.
-    0 for the run's own cohort."""
+    """Simulate the noise of a larger cohort: the multiplier and every epsilon are those of a cohort
+    of this size, and the mean gets as much noise as there. Epsilon is marked as simulated for that
+    cohort: it is no guarantee of this run. 0 for the run's own cohort."""
     cohort_population: Annotated[int, Needs("cohort-size"), Ge(0)] = 0
     """The population from which the cohort of noise.cohort-size would be sampled; 0 for
     partition.clients."""

@@ -129,12 +129,6 @@ def _noise(c: RunConfig) -> Refusals:
             "noise.multiplier",
             f"unset while noise.target-epsilon = {noise.target_epsilon}, which determines it",
         )
-    if noise.cohort_size and not noise.multiplier:
-        yield (
-            "noise.cohort-size",
-            "0 unless noise.multiplier is above 0: a larger cohort's noise is that multiplier's, "
-            "and a target epsilon is for the noise really added",
-        )
 
 
 def _devices(c: RunConfig) -> Refusals:
@@ -197,35 +191,6 @@ def _guarantee(c: RunConfig) -> Refusals:
         )
 
 
-def _larger_cohort(c: RunConfig) -> Refusals:
-    """Simulation of a larger cohort's noise."""
-    size, population = c.noise.cohort_size, c.noise.cohort_population
-    clients = c.partition.clients
-    if size and c.engine.name == "deployment":
-        yield (
-            "noise.cohort-size",
-            "0 with engine.name = 'deployment': in a deployment only the noise of the real cohort "
-            "is added",
-        )
-    is_independent = c.noise.name == "independent"
-    if size and not (is_independent and c.cohort.name in ("poisson", "fixed")):
-        yield (
-            "noise.cohort-size",
-            "0, unless cohort.name is 'poisson' or 'fixed', and noise.name 'independent': the cost "
-            "of a larger cohort is known for these only",
-        )
-    if population and population < clients:
-        yield "noise.cohort-population", f"0, or at least partition.clients = {clients}"
-    if size:
-        drawn = c.cohort.rate * clients if c.cohort.name == "poisson" else c.cohort.size
-        if not drawn <= size <= (population or clients):
-            yield (
-                "noise.cohort-size",
-                f"from {float(drawn):g}, what is drawn here, to {population or clients}, the "
-                "clients that it would be drawn from",
-            )
-
-
 def _evaluation(c: RunConfig) -> Refusals:
     """Who evaluates, and which metrics may be shown."""
     evaluate = c.evaluate
@@ -248,7 +213,6 @@ def _private_evaluation(c: RunConfig) -> Refusals:
             f"unless evaluate.clients-every is from 1 to rounds = {c.rounds}",
         ),
         (evaluate.unprotected, "while evaluate.unprotected = true"),
-        (c.noise.cohort_size, "while noise.cohort-size simulates the noise of a larger cohort"),
     ):
         if refused:
             yield "evaluate.private", f"false {words}"
@@ -285,6 +249,6 @@ def _whole_run(c: RunConfig) -> Refusals:
 
 RULES = (
     *(_model, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
-    *(_guarantee, _larger_cohort, _evaluation, _private_evaluation, _whole_run),
+    *(_guarantee, _evaluation, _private_evaluation, _whole_run),
 )
 """All rules, in the order in which they are checked."""

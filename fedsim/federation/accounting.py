@@ -16,6 +16,7 @@ from fedsim.privacy.entry import Fact, History, Kind
 from fedsim.privacy.ledger import End, RunProgress
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.privacy.statement import epsilon_marks
 from fedsim.randomness import Randomness
 
 Placement = Literal["server", "client"]
@@ -237,11 +238,11 @@ class Accounting:
     def spent(self, rounds_done: int) -> str:
         """The cost so far, as text for a progress line."""
         cost = self.ledger.cost(self.delta)
-        simulated = "simulated " if self.randomness.entropy == "config" else ""
-        declared = ", declared by the user" if self.plan.declared_by_user else ""
+        simulated = self.plan.mark(self.randomness.entropy)
         return (
-            f"{simulated}epsilon {cost.epsilon:.4g} at delta {cost.delta:g} "
-            f"(client level, {cost.adjacency}{declared}){self._so_far(rounds_done, cost)}"
+            f"epsilon{epsilon_marks(simulated, self.plan.declared_by_user)} {cost.epsilon:.4g} at "
+            f"delta {cost.delta:g} (client level, {cost.adjacency})"
+            f"{self._so_far(rounds_done, cost)}"
         )
 
     def _so_far(self, rounds_done: int, cost: Cost) -> str:

@@ -199,6 +199,7 @@ evaluate_metrics_aggr_fn
             "reachable": availability.reachable,
         }  # fmt: skip
         self.randomness = keyed(seed, plan, placement, settings)
+        plan.check_entropy(self.randomness.entropy)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         elif not isinstance(server_optimizer, FlowerOptimizer):

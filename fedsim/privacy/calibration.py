@@ -214,8 +214,9 @@ class Question:
         Releases already made.
     further_events : callable of the question and a number of rounds
         Further releases in that many rounds.
-    simulated : bool
-        Whether the noise follows from a config's seed, which is no secret.
+    simulated : float
+        1 if the noise follows from a config's seed, which is no secret, or the size of the larger
+        cohort that is simulated in addition, as in `fedsim.privacy.statement.epsilon_marks`.
     may_stop : bool
         Whether releases may end the run early: all its rounds are charged before the first.
     """
@@ -232,7 +233,7 @@ class Question:
     further_events: Callable[[Question, int], Sequence[Event]] = field(
         default=lambda question, rounds: (), compare=False, repr=False
     )
-    simulated: bool = False
+    simulated: float = False
     may_stop: bool = False
 
     @property

@@ -1,17 +1,14 @@
-"""Valid claims for many clients, and for a larger cohort."""
+"""Valid claims for many clients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, checked_event
 from fedsim.privacy.entry import History
 from fedsim.privacy.events import Event
-from fedsim.privacy.laws.base import Law
 
 
 @check_arguments
@@ -70,48 +67,3 @@ def _pareto_front(events: Iterable[Event]) -> list[Event]:
         if not beaten:
             front.append(event)
     return front
-
-
-@dataclass(frozen=True)
-class Extrapolation:
-    """Epsilon of a hypothetical larger cohort; never shown without the run's own epsilon.
-
-    A cohort of expected size m, with noise of standard deviation ``z C m / M`` on its sum, has the
-    same noise on its mean as a cohort of expected size M with noise multiplier z.
-
-    Attributes
-    ----------
-    epsilon, delta : float
-        Cost of as many releases with the larger cohort.
-    size : float
-        M, the expected size of the larger cohort.
-    population : int
-        Number of clients that it would be sampled from.
-    noise_multiplier : float
-        z.
-    """
-
-    epsilon: float
-    delta: float
-    size: float
-    population: int
-    noise_multiplier: float
-
-    @classmethod
-    def of(
-        cls, law: Law, population: int, noise_multiplier: float, releases: int, delta: float
-    ) -> Self:
-        """Extrapolate to ``releases`` releases with cohorts of this law."""
-        event = Event(noise_multiplier=noise_multiplier, law=law)
-        cost = Accountant([event.times(releases)] if releases else []).cost(delta)
-        return cls(cost.epsilon, delta, law.rate * population, population, noise_multiplier)
-
-    def sentence(self) -> str:
-        """The extrapolation as a sentence of a statement."""
-        return (
-            f"Extrapolated epsilon: {self.epsilon:.4g} at delta = {self.delta:g}, if in each "
-            f"release {self.size:g} clients out of {self.population:,} had taken part with a noise "
-            f"multiplier of {self.noise_multiplier:g} (noise.cohort-size). This run has added that "
-            "run's noise on the mean, which is less than its own cohort needs for it: the "
-            "extrapolated figure is no guarantee of this run."
-        )

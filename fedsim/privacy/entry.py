@@ -22,6 +22,8 @@ Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
 DECLARED = "declared"
 """Value of a public fact of an entry: the user declares this part of the plan."""
+SIMULATED_COHORT = "simulated-cohort"
+"""Public fact of an entry: size of the larger cohort whose cost its event is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -701,6 +701,7 @@ class Ledger:
         FedsimError
             As `record` does.
         """
+        plan.check_entropy("system")
         self.refresh()
         entry = Entry(
             round=round,

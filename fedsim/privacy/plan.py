@@ -15,16 +15,18 @@ from fedsim.arguments import shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
-from fedsim.privacy.entry import DECLARED, Fact
+from fedsim.privacy.entry import DECLARED, SIMULATED_COHORT, Entropy, Fact
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import (
     FixedSize,
+    FixedSizeLaw,
     Full,
     InclusionSampler,
     Law,
     Level,
     Participation,
     Poisson,
+    PoissonLaw,
     Sampler,
     declared_population,
 )
@@ -147,6 +149,9 @@ class ReleasePlan(Generic[BoundT]):
         no amplification.
     may_stop : bool
         Whether what is released may end the run before its last round.
+    simulated : Event, optional
+        Event of a release of the larger cohort whose noise on the mean is simulated: see
+        `simulating`.
 
     Raises
     ------
@@ -162,6 +167,7 @@ class ReleasePlan(Generic[BoundT]):
     releases: Annotated[int, Ge(1)] = 1
     cohort_known: bool = False
     may_stop: bool = False
+    simulated: Event | None = None
 
     def __post_init__(self) -> None:
         for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
@@ -231,7 +237,7 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def law(self) -> Law:
         """Law of the plan's releases: the sampler's, with this noise."""
-        sampler_law = self.sampler.law()
+        sampler_law = self.sampler.law() if self.simulated is None else self.simulated.law
         if self.cohort_known:
             sampler_law = unamplified(sampler_law)
         return self.noise.law(sampler_law)
@@ -254,10 +260,80 @@ class ReleasePlan(Generic[BoundT]):
                 "'fixed' or 'full': a sum of more clients has more noise, which models show."
             )
 
+    def simulating(self, size: int, population: int) -> ReleasePlan[BoundT]:
+        """The plan of a run that simulates the noise of a larger cohort, and protects nobody.
+
+        The sum over m sampled clients gets m / M of the noise that the sum over M = ``size``
+        clients out of ``population`` would have, so that the mean has the same noise. `event`, and
+        with it every epsilon, is that of the larger cohort, and is marked so in the ledger.
+
+        Raises
+        ------
+        FedsimError
+            If the cost of a larger cohort is not known, or the size is not that of a larger one.
+        """
+        law, drawn, clients = self.sampler.law(), self.denominator, self.sampler.population or 0
+        if not isinstance(law, PoissonLaw | FixedSizeLaw) or self.noise.correlated:
+            raise FedsimError(
+                f"noise.cohort-size is {size}; it must be 0, unless cohort.name is 'poisson' or "
+                "'fixed', and noise.name 'independent': the cost of a larger cohort is known for "
+                "these only."
+            )
+        if population < clients:
+            raise FedsimError(
+                f"noise.cohort-population is {population}; it must be 0, or at least the run's own "
+                f"population, partition.clients = {clients}."
+            )
+        if not max(drawn, 2) <= size <= population:
+            raise FedsimError(
+                f"noise.cohort-size is {size}; it must be from {max(drawn, 2):g}, the clients that "
+                f"are sampled here, to {population}, the population of the larger cohort."
+            )
+        event = Event(law=law.sampled(size, population), noise_multiplier=0.0)
+        return replace(self, simulated=event)._with_multiplier(self.noise.multiplier)
+
+    def _with_multiplier(self, z: float) -> ReleasePlan[BoundT]:
+        """The plan at another noise multiplier, of the larger cohort if one is simulated."""
+        if self.simulated is None:
+            return replace(self, noise=self.noise.scaled(z))
+        added = z * self.denominator / self.simulated_cohort
+        event = replace(self.simulated, noise_multiplier=z)
+        return replace(self, noise=self.noise.scaled(added), simulated=event)
+
+    @property
+    def simulated_cohort(self) -> int:
+        """Expected size of the larger cohort whose noise is simulated; 0 without one."""
+        if self.simulated is None:
+            return 0
+        law = self.simulated.law
+        return round(law.expected_size(law.population or 0))
+
+    def mark(self, entropy: Entropy) -> int:
+        """How epsilon is marked: ``simulated`` of `fedsim.privacy.statement.epsilon_marks`."""
+        return self.simulated_cohort or int(entropy == "config")
+
+    def check_entropy(self, entropy: Entropy) -> None:
+        """Refuse evidence of the cost of a cohort that did not take part.
+
+        Raises
+        ------
+        FedsimError
+            If a larger cohort is simulated with noise from the operating system.
+        """
+        if self.simulated_cohort and entropy == "system":
+            raise FedsimError(
+                f"noise.cohort-size is {self.simulated_cohort}; it must be 0 in a deployment, in "
+                "an audit and with noise.entropy = 'system' (DPFedAvg without a seed): the epsilon "
+                "of a larger cohort is simulated, and no guarantee of this run."
+            )
+
     @property
     def public(self) -> dict[str, Fact]:
         """The plan's public facts in a ledger line, in addition to the event."""
-        return {"denominator": self.denominator, **dict.fromkeys(self.declared, DECLARED)}
+        facts: dict[str, Fact] = {"denominator": self.denominator}
+        if self.simulated_cohort:
+            facts[SIMULATED_COHORT] = self.simulated_cohort
+        return facts | dict.fromkeys(self.declared, DECLARED)
 
     @cached_property
     def declared(self) -> list[str]:
@@ -328,8 +404,11 @@ class ReleasePlan(Generic[BoundT]):
 
     def event(self) -> Event:
         """Event of one round, or of as many rounds as the law covers."""
+        simulated = self.simulated
         return Event(
-            noise_multiplier=self.noise.multiplier,
+            noise_multiplier=(
+                self.noise.multiplier if simulated is None else simulated.noise_multiplier
+            ),
             law=self.law,
             # Correlated noise makes all rounds one Gaussian.
             count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
@@ -384,11 +463,11 @@ class ReleasePlan(Generic[BoundT]):
             raise FedsimError("the plan has no number of rounds, which a target epsilon needs.")
         rounds = self.rounds
         z = calibrate_events(
-            lambda z: [*others, replace(self, noise=self.noise.scaled(z)).event().over(rounds)],
+            lambda z: [*others, self._with_multiplier(z).event().over(rounds)],
             target_epsilon=target_epsilon,
             delta=delta,
         )
-        return replace(self, noise=self.noise.scaled(z))
+        return self._with_multiplier(z)
 
 
 @lru_cache(maxsize=4096)

@@ -17,8 +17,7 @@ from fedsim.privacy.adversary import (
     public_facts,
     trusted,
 )
-from fedsim.privacy.claims import Extrapolation
-from fedsim.privacy.entry import Entry, History
+from fedsim.privacy.entry import SIMULATED_COHORT, Entry, History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Adjacency, Level
 from fedsim.privacy.records import json_value
@@ -43,23 +42,39 @@ SEEDED = (
 )
 """What runs of one seed share; README says it in the same words."""
 
+_FEWER_CLIENTS = (
+    "Fewer clients take part, with the noise on their mean that so many would have "
+    "(noise.cohort-size), which does not protect them: epsilon is no guarantee of this run."
+)
+
 _OPERATORS = (
     "These figures depend on who took part and on how many examples each client has, which the "
     "guarantee for whole clients protects: they are for the operator, and not to be published."
 )
 
 
-def epsilon_marks(simulated: bool, declared: bool) -> str:
+def epsilon_marks(simulated: float, declared: float) -> str:
     """Qualifiers that must follow an epsilon wherever it is shown; "" if there are none.
+
+    Parameters
+    ----------
+    simulated : float
+        0, 1 if the noise follows from a known seed, or the size (above 1) of the larger cohort that
+        is simulated in addition.
+    declared : float
+        0, or 1 if the user declares a law, noise or bound.
 
     Examples
     --------
+    >>> "epsilon" + epsilon_marks(simulated=1000, declared=False)
+    'epsilon (simulated for a cohort of 1,000)'
     >>> "epsilon" + epsilon_marks(simulated=True, declared=True)
     'epsilon (simulated, declared by the user)'
     >>> epsilon_marks(simulated=False, declared=False)
     ''
     """
-    marks = ["simulated"] * simulated + ["declared by the user"] * declared
+    marks = ["simulated" + (f" for a cohort of {simulated:,.0f}" if simulated > 1 else "")]
+    marks = marks * bool(simulated) + ["declared by the user"] * bool(declared)
     return f" ({', '.join(marks)})" if marks else ""
 
 
@@ -94,8 +109,6 @@ class Statement:
         Number of the ledger's lines.
     note : str
         An additional sentence.
-    extrapolated : Extrapolation or None
-        Cost of a hypothetical larger cohort, whose noise on the mean the run has simulated.
     run : RunFacts or None
         What is known of the run beside its ledgers; None if nothing is.
     """
@@ -111,7 +124,6 @@ class Statement:
     head: str = ""
     lines: int = 0
     note: str = ""
-    extrapolated: Extrapolation | None = None
     run: RunFacts | None = None
 
     @classmethod
@@ -169,6 +181,16 @@ class Statement:
         return any(entry.entropy == "config" for entry in self.charged)
 
     @property
+    def protects(self) -> bool:
+        """Whether its epsilon bounds what an attack on this run can find."""
+        return self.private and not self.simulated_cohort
+
+    @property
+    def simulated_cohort(self) -> int:
+        """Size of the larger cohort that some release simulates; 0 if none does."""
+        return max((int(e.public.get(SIMULATED_COHORT) or 0) for e in self.charged), default=0)
+
+    @property
     def samplers(self) -> tuple[str, ...]:
         """Names of the laws of the releases, sorted."""
         return tuple(sorted({entry.event.law.name for entry in self.charged}))
@@ -181,7 +203,17 @@ class Statement:
     @property
     def words(self) -> str:
         """The word "epsilon" with its qualifiers, for use wherever it is shown."""
-        return f"epsilon{epsilon_marks(self.simulated, self.declared)}"
+        return f"epsilon{self.marks}"
+
+    @property
+    def marks(self) -> str:
+        """Qualifiers of its epsilon: see `epsilon_marks`."""
+        return epsilon_marks(self.mark, self.declared)
+
+    @property
+    def mark(self) -> int:
+        """How its epsilon is marked: ``simulated`` of `epsilon_marks`."""
+        return self.simulated_cohort or int(self.simulated)
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())
@@ -196,6 +228,8 @@ class Statement:
                 f"epsilon is infinite at {self.level} level.",
                 *self._ledger_sentences(),
             ]
+        if self.simulated_cohort:
+            return [*self._guarantee(), *self._ledger_sentences()]
         return [
             *self._guarantee(),
             self.tradeoff.sentence(),
@@ -212,8 +246,11 @@ class Statement:
         source = "a known seed" if self.simulated else "the operating system"
         row = "client with all its data" if self.level == "client" else "example"
         operators = "; for the operator only" if self.note == _OPERATORS else ""
+        epsilon = f"{self.words} = {self.epsilon:.4g} at delta = {self.delta:g}"
+        if not self.protects:
+            return [epsilon, _FEWER_CLIENTS]
         return [
-            f"{self.words} = {self.epsilon:.4g} at delta = {self.delta:g}; noise from {source}",
+            f"{epsilon}; noise from {source}",
             f"Protected: one {row} (neighbours: {self.adjacency}){operators}.",
             self.tradeoff.brief(),
             trusted(self.charged, self.level),
@@ -223,8 +260,9 @@ class Statement:
         # Each of several rounds that are charged together counts as one release.
         events = [entry.event for entry in self.charged]
         releases = sum(1 if event.law.rounds > 1 else event.count for event in events)
-        cost, many = self.cost, releases != 1
+        cost, many, larger = self.cost, releases != 1, self.simulated_cohort
         simulated = ", simulated" if self.simulated else ""
+        simulated += f" for a cohort of {larger:,}" if larger else ""
         simulated += ", as the user declares" if self.declared else ""
         costliest_client = " for the client that has spent most" if self.owners > 1 else ""
         row = "client with all its data" if self.level == "client" else "example"
@@ -234,8 +272,9 @@ class Statement:
         laws = dict.fromkeys(event.law for event in events)  # in their order in the ledger
         sampling = " and ".join(dict.fromkeys(law.sentence(self.level) for law in laws))
         sentences = [
-            f"{self.covers[:1].upper()}{self.covers[1:]} is ({cost.epsilon:.4g}, {cost.delta:g})-"
-            f"differentially private at {self.level} level{simulated}.",
+            f"{self.covers[:1].upper()}{self.covers[1:]} {'would be' if larger else 'is'} "
+            f"({cost.epsilon:.4g}, {cost.delta:g})-differentially private at {self.level} level"
+            f"{simulated}.",
             f"Neighbours: {neighbours} ({cost.adjacency}).",
             f"{releases:,} release{'s' if many else ''}{costliest_client}; {sampling}; "
             f"accounted for by {_METHODS[cost.method]}; Rényi accounting gives "
@@ -246,8 +285,8 @@ class Statement:
                 f"Poisson cohorts of the same expected size would have cost epsilon "
                 f"{cost.poisson_epsilon:.4g} (add-remove)."
             )
-        if self.extrapolated is not None:
-            sentences.append(self.extrapolated.sentence())
+        if larger:
+            sentences.append(_FEWER_CLIENTS)
         if warning := large_delta(self.delta, self.level, self.rows):
             sentences.append(warning)
         sentences += self._end()
@@ -290,13 +329,13 @@ class Statement:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping; an infinite epsilon is the string "inf"."""
-        cost, extrapolated = self.cost, self.extrapolated
+        cost = self.cost
         misses = self.tradeoff([0.01, 0.05, 0.1])
         data = {
             "epsilon": cost.epsilon,
             "delta": cost.delta,
-            "extrapolated-epsilon": None if extrapolated is None else extrapolated.epsilon,
             "simulated": self.simulated,
+            SIMULATED_COHORT: self.simulated_cohort,
             "declared": self.declared,
             "adjacency": cost.adjacency,
             "level": self.level,
@@ -310,7 +349,7 @@ class Statement:
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "covers": self.covers,
-            "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
+            "adversary": adversary(self.charged, self.level, self.delta) if self.protects else [],
             "public": public_facts(self.charged, self.level, self.run),
             "not-covered": not_covered(self.run),
             "ledger": self.ledger,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedsim.privacy.entry import SIMULATED_COHORT
 from fedsim.runs.metrics import (
     EXAMPLES,
     QUANTILES,
@@ -335,11 +336,9 @@ def _norms(record: RunRecord) -> list[Line]:
 
 def _noise_share(record: RunRecord) -> float | None:
     """Norm of the noise on the mean, in units of the bound: ``z sqrt(d) / denominator``."""
-    multiplier, larger = (
-        _positive(record.config.get(f"noise.{key}")) for key in ("multiplier", "cohort-size")
-    )
+    multiplier = _positive(record.config.get("noise.multiplier"))
     public = record.released.public if record.released is not None else {}
-    denominator = larger or _positive(public.get("denominator"))
+    denominator = _positive(public.get(SIMULATED_COHORT) or public.get("denominator"))
     d = _positive(record.summary.get("parameters"))
     return multiplier * math.sqrt(d) / denominator if denominator else None
 

@@ -78,7 +78,7 @@ def run_page(record: RunRecord) -> str:
         meant_private=record.meant_private,
         simulated=any(s.simulated and s.private for s in record.statements),
         statements=[statement.sentences() for statement in record.statements],
-        spending=[*_spending(record), *(_tradeoff(s) for s in record.statements if s.private)],
+        spending=[*_spending(record), *(_tradeoff(s) for s in record.statements if s.protects)],
         mistakes=_test_errors(record),
         bound=_bound(record),
         releases=release_curves(record),

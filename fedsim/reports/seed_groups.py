@@ -85,7 +85,7 @@ class SeedGroup:
     def marks(self) -> str:
         """Marks that an epsilon of these runs must carry: simulated, declared."""
         columns = ("simulated", "declared")
-        return epsilon_marks(*(any(r.last(column) for r in self.records) for column in columns))
+        return epsilon_marks(*(max(r.last(c) or 0 for r in self.records) for c in columns))
 
     def spread(self, column: str, *, recent: bool = False) -> Spread | None:
         """A column's last value over the runs that have one, or the mean of its last five."""

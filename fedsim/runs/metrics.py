@@ -126,7 +126,7 @@ def lowest_is_best(name: str) -> bool:
 
 def row_marks(row: Row) -> str:
     """Marks that must be shown next to a row's epsilon: see `epsilon_marks`."""
-    return epsilon_marks(bool(row.get("simulated")), bool(row.get("declared")))
+    return epsilon_marks(row.get("simulated") or 0, row.get("declared") or 0)
 
 
 class MetricsFile:

@@ -186,7 +186,10 @@ def _multipliers(
     if plan is not None and isinstance(plan.noise, Correlated) and config.noise.own:
         resolved_keys["noise.coefficients"] = plan.noise.coefficients
     if plan is not None and config.noise.target_epsilon is not None:
-        resolved_keys |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
+        resolved_keys |= {
+            "noise.multiplier": plan.event().noise_multiplier,
+            "noise.target-epsilon": "",
+        }
         if (evaluation := evaluation_event(config)) is not None:
             resolved_keys["evaluate.multiplier"] = evaluation.noise_multiplier
     if privacy is not None and config.client.noise.target_epsilon is not None:

@@ -48,7 +48,7 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
     if charges_examples(config):
         columns.append("example-epsilon")
     if strategy.private or charges_examples(config):
-        # 1 if epsilon must be marked: noise from a known seed; a law that the user declared.
+        # Above 0 if epsilon must be marked, as in `epsilon_marks`.
         columns += ["simulated", "declared"]
     columns += RoundReport.columns
     columns += [*strategy.plan.bound.shown(resolved.trainer.layout), "update-norm"]
@@ -83,9 +83,9 @@ class RoundRows:
     def __init__(self, resolved: Resolved, strategy: DPFedAvg) -> None:
         self.columns = columns_of(resolved, strategy)
         self._resolved, self._strategy = resolved, strategy
-        simulated = entropy(resolved.config) == "config"
+        simulated = strategy.plan.mark(entropy(resolved.config))
         declared = strategy.plan.declared_by_user
-        self._marks = {"simulated": int(simulated), "declared": int(declared)}
+        self._marks = {"simulated": simulated, "declared": int(declared)}
         self._has_warned_of_limit = False
 
     def initial(self, metrics: MetricRecord) -> Row:

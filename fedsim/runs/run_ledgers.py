@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from fedsim import regular_files
 from fedsim.config import Scalar
-from fedsim.config.plan import with_config_figures
+from fedsim.config.plan import with_assumptions
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, Level, Statement, claimed
@@ -189,7 +189,7 @@ class RunLedgers:
         cut_short = self.ending.ended in ("interrupted", "failed")
         of_server = server.statement(self.delta)
         cut_short &= server.rounds_made < int(config.get("rounds") or 0)
-        of_server = with_config_figures(
+        of_server = with_assumptions(
             config, of_server, self.path / "config.toml", cut_short=cut_short
         )
         if examples is None and _nodes_keep_ledgers(config):

@@ -105,7 +105,7 @@ def test_each_round_and_its_epsilon_stand_in_flowers_log(caplog):
     assert [line for line in lines if "ROUND" in line] == ["[ROUND 1/2]", "[ROUND 2/2]"]
     assert "aggregate_train: 3 of 4 clients drawn are usable (raised 1)" in lines
     epsilon = made.privacy_spent().epsilon
-    spent = f"simulated epsilon {epsilon:.4g} at delta 1e-05 (client level, add-remove)"
+    spent = f"epsilon (simulated) {epsilon:.4g} at delta 1e-05 (client level, add-remove)"
     assert f"\t└──> {spent}" in lines
     assert "\t└──> MetricRecord: {'accuracy': 0.5}" in lines
 

@@ -1,9 +1,8 @@
-"""A larger cohort's noise: what is really added is charged, the other figure has its name."""
+"""A larger cohort whose noise is simulated: its cost is charged, and marked wherever it stands."""
 
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +11,15 @@ import torch
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.audit.config_audit import audit_config
 from fedsim.cli import main
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger, epsilon
-from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.privacy import Event, Ledger, epsilon
+from fedsim.runs.metrics import row_marks
 from fedsim.runs.record import RunRecord
-from fedsim.runs.resolve import resolve, strategy_of
-from fedsim.runs.run_ledgers import RunLedgers
+from fedsim.runs.resolve import resolve
+from fedsim.strategies import DPFedAvg
 
 BASE = RunConfig().replace(
     **{
@@ -35,55 +35,48 @@ BASE = RunConfig().replace(
 )
 
 
-def test_the_noise_really_added_is_charged_and_the_larger_cohorts_epsilon_stands_beside_it(
-    tmp_path: Path,
-) -> None:
+def larger(z: float = 4.0, rounds: int = 2) -> float:
+    cohort = PoissonCohort(rate=0.4, population=100)
+    return epsilon(noise_multiplier=z, cohort=cohort, rounds=rounds, delta=1e-5)
+
+
+def test_the_larger_cohort_is_charged_and_every_epsilon_is_marked_as_its(tmp_path: Path) -> None:
     result = fedsim.run(BASE, out=tmp_path / "run")
-    # 10 clients are drawn in the place of 40: a quarter of the noise on their sum.
-    real = epsilon(
-        noise_multiplier=1.0, cohort=PoissonCohort(rate=0.1, population=100), rounds=2, delta=1e-5
-    )
-    larger = epsilon(
-        noise_multiplier=4.0, cohort=PoissonCohort(rate=0.4, population=100), rounds=2, delta=1e-5
-    )
-    assert real > 2 * larger
-    assert result.privacy.epsilon == pytest.approx(real, rel=1e-6)
+    assert result.privacy.epsilon == pytest.approx(larger(), rel=1e-9)
     entries = Ledger.read(tmp_path / "run" / "ledger.jsonl").entries
-    assert {entry.event.total_noise_multiplier for entry in entries} == {1.0}
+    assert {entry.event.total_noise_multiplier for entry in entries} == {4.0}
+    assert {entry.public["simulated-cohort"] for entry in entries} == {40}
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
-    assert float(rows[-1]["epsilon"]) == pytest.approx(real, rel=1e-6)
-    extrapolated = result.privacy.extrapolated
-    assert extrapolated is not None
-    assert extrapolated.epsilon == pytest.approx(larger, rel=1e-6)
-    assert f"Extrapolated epsilon: {larger:.4g}" in str(result.privacy)
-    assert f"({real:.4g}, 1e-05)-differentially private" in str(result.privacy)
-    assert "Extrapolated epsilon" in (tmp_path / "run" / "report.html").read_text()
+    assert float(rows[-1]["epsilon"]) == pytest.approx(larger(), rel=1e-9)
+    mark = " (simulated for a cohort of 40)"
+    assert row_marks(read_rows(rows[-1])) == mark
     (statement,) = RunRecord.read(tmp_path / "run").statements
-    assert statement.extrapolated == extrapolated
-    assert json.loads(json.dumps(statement.to_dict()))["extrapolated-epsilon"] == pytest.approx(
-        larger, rel=1e-6
+    assert result.privacy.words == statement.words == f"epsilon{mark}"
+    assert statement.to_dict()["simulated-cohort"] == 40
+    assert statement.to_dict()["adversary"] == []
+    first = (
+        f"would be ({larger():.4g}, 1e-05)-differentially private at client level, simulated "
+        "for a cohort of 40."
     )
+    assert first in str(statement)
+    assert "epsilon is no guarantee of this run" in str(statement)
+    assert "membership-inference" not in str(statement)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count(f"epsilon{mark}") > 1
 
 
-@pytest.mark.parametrize("declared", [False, True])
-def test_what_a_larger_cohort_would_cost_is_of_all_planned_rounds_once_releases_end_a_run(
-    declared: bool,
-) -> None:
-    class Stop(Callback):
-        def on_round(self, status: RunStatus) -> bool:
-            return status.round == 2
+def read_rows(row: dict[str, str]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if value}
 
-    config = BASE.replace(**{"rounds": 20, "stop.callbacks": declared})
-    stopped = fedsim.run(config, callbacks=[Stop()])
-    larger = epsilon(
-        noise_multiplier=4.0,
-        cohort=PoissonCohort(rate=0.4, population=100),
-        rounds=20,
-        delta=1e-5,
-    )
-    assert (stopped.rounds, stopped.privacy.cost.releases) == (2, 20)
-    assert stopped.privacy.extrapolated.epsilon == pytest.approx(larger, rel=1e-6)
-    assert stopped.privacy.extrapolated.delta == 1e-5
+
+def test_a_target_epsilon_is_the_larger_cohorts() -> None:
+    config = BASE.replace(**{"noise.multiplier": "", "noise.target-epsilon": 2.0})
+    resolved = resolve(config)
+    assert larger(resolved.config.noise.multiplier) == pytest.approx(2.0, rel=1e-3)
+    assert resolved.plan.noise.multiplier == pytest.approx(resolved.config.noise.multiplier / 4)
+    again = resolve(resolved.config)
+    assert again.config.to_run_config() == resolved.config.to_run_config()
+    assert again.plan == resolved.plan
 
 
 def test_the_mean_has_the_noise_of_the_larger_cohorts_mean() -> None:
@@ -103,60 +96,69 @@ def _tensors(arrays) -> list[torch.Tensor]:
     return [torch.from_numpy(np.array(array.numpy())) for array in arrays.values()]
 
 
-def test_a_population_of_its_own_and_fixed_cohorts_are_extrapolated_from() -> None:
-    config = BASE.replace(**{"noise.cohort-size": 1000, "noise.cohort-population": 10**6})
-    ledger = strategy_of(resolve(config)).ledger
-    figure = RunLedgers(config.to_run_config(), ledger).statements[0].extrapolated
-    assert figure is not None
-    assert (figure.size, figure.population, figure.epsilon) == (1000, 10**6, 0.0)
+def test_a_population_of_its_own_and_fixed_cohorts_are_simulated() -> None:
+    plan = resolve(
+        BASE.replace(**{"noise.cohort-size": 1000, "noise.cohort-population": 10**6})
+    ).plan
+    assert plan.event() == Event.of(PoissonCohort(rate=1e-3, population=10**6), 4.0)
+    assert (plan.noise.multiplier, plan.denominator, plan.simulated_cohort) == (0.04, 10, 1000)
     fixed = BASE.replace(**{"cohort.name": "fixed", "cohort.size": 10})
     assert resolve(fixed).plan.noise.multiplier == 1.0
-    result = fedsim.run(fixed)
-    larger = epsilon(
+    charged = epsilon(
         noise_multiplier=4.0, cohort=FixedCohort(size=40, population=100), rounds=2, delta=1e-5
     )
-    assert result.privacy.extrapolated is not None
-    assert result.privacy.extrapolated.epsilon == pytest.approx(larger, rel=1e-6)
+    assert fedsim.run(fixed).privacy.epsilon == pytest.approx(charged, rel=1e-9)
 
 
-def test_the_budget_and_an_adaptive_bound_follow_the_noise_really_added() -> None:
+def test_a_budget_is_the_larger_cohorts_and_an_adaptive_bound_has_its_share_of_its_noise() -> None:
     mechanism = {"mechanism.name": "quantile-clipping", "mechanism.bit-noise": 0.15, "rounds": 30}
     config = BASE.replace(**mechanism)
-    one = fedsim.run(config.replace(rounds=1)).privacy.epsilon
-    assert one == pytest.approx(
-        epsilon(
-            noise_multiplier=1.0,
-            cohort=PoissonCohort(rate=0.1, population=100),
-            rounds=1,
-            delta=1e-5,
-        ),
-        rel=1e-6,
-    )
-    budget = 1.5 * one
-    stopped = fedsim.run(config.replace(**{"noise.max-epsilon": budget}))
-    assert stopped.ended == "budget"
-    assert one < stopped.privacy.epsilon <= budget
-    # The bit's share of the noise is of that too: at a multiplier of 4 there would be none for it.
+    stopped = fedsim.run(config.replace(**{"noise.max-epsilon": larger(rounds=3) * 1.001}))
+    assert (stopped.ended, stopped.rounds) == ("budget", 3)
+    # The bit's share of the noise is of that of 40 clients: of 10 it would need more than there is.
     with pytest.raises(FedsimError, match="bit-noise"):
         fedsim.run(config.replace(**{"noise.cohort-size": 0}))
 
 
-def test_where_it_makes_no_sense_it_is_refused() -> None:
-    for changes, words in (
-        ({"noise.cohort-size": 5}, r"noise\.cohort-size = 5; it must be from 10"),
-        ({"noise.cohort-size": 101}, r"to 100, the clients"),
-        ({"noise.multiplier": 0.0}, r"unless noise\.multiplier is above 0"),
-        ({"noise.multiplier": "", "noise.target-epsilon": 2.0}, r"target epsilon is for the noise"),
-        ({"cohort.name": "full"}, r"'poisson' or 'fixed'"),
-        ({"engine.name": "deployment"}, r"the real cohort"),
-        ({"noise.cohort-population": 50}, r"noise\.cohort-population = 50"),
-        ({"noise.cohort-size": 0, "noise.cohort-population": 500}, r"unless noise\.cohort-size"),
-    ):
-        with pytest.raises(FedsimError, match=words):
-            BASE.replace(**changes)
+REFUSALS = (
+    ({"noise.cohort-size": 5}, r"noise\.cohort-size is 5; it must be from 10"),
+    ({"noise.cohort-size": 101}, r"to 100, the population"),
+    ({"noise.multiplier": 0.0}, r"0 in a run without a mechanism and noise"),
+    ({"cohort.name": "full"}, r"'poisson' or 'fixed'"),
+    ({"noise.name": "blt"}, r"the cost of a larger cohort is known for these only"),
+    ({"engine.name": "deployment"}, r"no guarantee of this run"),
+    ({"noise.entropy": "system"}, r"no guarantee of this run"),
+    ({"noise.cohort-population": 50}, r"noise\.cohort-population is 50"),
+    ({"noise.cohort-size": 0, "noise.cohort-population": 500}, r"unless noise\.cohort-size"),
+    (
+        {
+            "evaluate.clients-every": 1,
+            "evaluate.private": True,
+            "evaluate.multiplier": 1.0,
+            "evaluate.ranges": "loss(0,5)",
+        },
+        r"0 with evaluate\.private = true",
+    ),
+)
 
 
-def test_the_privacy_command_says_both_figures(
+@pytest.mark.parametrize(("changes", "words"), REFUSALS)
+def test_where_it_makes_no_sense_it_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(FedsimError, match=words):
+        resolve(BASE.replace(**changes))
+
+
+def test_it_is_no_evidence_and_no_claim_to_audit() -> None:
+    plan = resolve(BASE).plan
+    with pytest.raises(FedsimError, match="no guarantee of this run"):
+        DPFedAvg(plan=plan, delta=1e-5)
+    with pytest.raises(FedsimError, match="no guarantee of this run"), Ledger().release(plan, 1):
+        pass
+    with pytest.raises(FedsimError, match="in an audit"):
+        audit_config(BASE)
+
+
+def test_the_privacy_command_marks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -166,9 +168,4 @@ def test_the_privacy_command_says_both_figures(
         with pytest.raises(SystemExit) as ended:
             main(["privacy", source])
         assert ended.value.code in (0, None)
-        assert "Extrapolated epsilon" in capsys.readouterr().out
-
-
-def test_what_a_larger_cohort_costs_is_not_guessed() -> None:
-    with pytest.raises(FedsimError, match="the cost of a larger cohort is known for these only"):
-        BASE.replace(**{"noise.name": "blt"})
+        assert "for a cohort of 40" in " ".join(capsys.readouterr().out.split())
