@@ -28,9 +28,6 @@ DrawLevel = Literal["run", "client", "example"]
 _LEVELS: dict[DrawLevel, int] = {"run": 0, "client": 1, "example": 2}
 
 
-_NOISE_PARTS = "0 a release, its scalars last; 64 an attempt"
-
-
 class Purpose(IntEnum):
     """What a draw is for. A sample is amplified if its accounting relies on its being secret.
 
@@ -54,7 +51,7 @@ class Purpose(IntEnum):
     PARTITION = 2, "seed", ("run",), "0 dealing examples, 1 keeping some of them"
     SAMPLE = 3, "seed", ("client", "example"), "the step, or the pass over examples"
     AMPLIFIED_SAMPLE = 4, "release", ("client", "example"), "the step"
-    NOISE = 5, "release", ("client", "example"), _NOISE_PARTS
+    NOISE = 5, "release", ("client", "example"), "0 a release, its scalars last"
     SHARE = 6, "release", ("client",), "0 a client's share of a release's noise"
     DROPOUT = 7, "seed", ("example",), "the step; 2^40 an evaluation"
     EVALUATE = 8, "seed", ("client",), "0 who evaluates"

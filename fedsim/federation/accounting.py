@@ -14,7 +14,6 @@ from fedsim.privacy import Budget, Cost, Entry, Event, Ledger
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.entry import Fact, History, Kind
 from fedsim.privacy.ledger import End, RunProgress
-from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.privacy.statement import epsilon_marks
 from fedsim.randomness import Randomness
@@ -39,15 +38,11 @@ def keyed(
         if seed.release:
             return seed
         seed = seed.seed
-    noise = plan.noise
-    if isinstance(noise, Correlated):
-        # A plan extended by more rounds changes the participation, and must keep its noise.
-        noise = replace(noise, participation=None)
     settings = {
         "seed": seed,
         "mechanism": plan.bound,
         "cohort": plan.sampler,
-        "noise": noise,
+        "noise": plan.noise,
         "placement": placement,
     } | {name: setting for name, setting in others.items() if setting is not None}
     return Randomness(seed, digest_of(settings))

@@ -7,7 +7,7 @@ bounded and summed where they are computed, in the memory of the sums and one ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -185,16 +185,6 @@ class PartialSum(GridSums):
             if masks is not None:
                 masks.usable &= (weight > 0) & ~masks.rejected
 
-    def content(self, shares: tuple[int, ...] = ()) -> Iterator[bytes]:
-        """Bytes of everything that a release depends on, for its HMAC; of shares, their numbers."""
-        yield repr((sorted(self.grids), sorted(self.before), shares)).encode()
-        for name in sorted(self.before):
-            yield _bytes(self.before[name])
-        for name in sorted(self.grids):
-            grid = self.grids[name]
-            for tensor in (grid.radius, grid.coarse, grid.fine):
-                yield b"" if tensor is None else _bytes(tensor)
-
     def joined(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of the segments, ``[..., size]`` each, as one ``[..., d]``."""
         if self.terms.segments[0].columns is None:
@@ -224,10 +214,6 @@ class PartialSum(GridSums):
             centred = values.clamp(center - half, center + half) - center
             centred = torch.where(usable & ~values.isnan(), centred, 0.0)
             self.grids[side.name].add_((centred / grid_unit(half))[..., None], owners)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
 class SegmentSum:

@@ -254,7 +254,7 @@ EXAMPLE_PRIVATE = {
 
 def test_clients_do_not_evaluate_on_private_examples_unless_that_is_said():
     asks = {**EXAMPLE_PRIVATE, "evaluate": {"clients-every": 1}}
-    with pytest.raises(FedsimError, match=r"set evaluate\.unprotected = true"):
+    with pytest.raises(FedsimError, match=r"evaluate\.unprotected = true"):
         RunConfig.parse(asks)
     with pytest.raises(FedsimError, match=r"ClientMetrics\(unprotected=True\)"):
         DPFedAvg(

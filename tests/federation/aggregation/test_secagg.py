@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from fedsim.federation.aggregation.secagg.protocol import (
 from fedsim.federation.aggregation.secagg.server import unmasked
 from fedsim.federation.arrays import tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
+from fedsim.privacy import Accountant, Ledger
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.runs.runner import masking_app
 from fedsim.strategies import DPFedAvg
@@ -125,6 +127,44 @@ def test_a_round_of_too_few_is_lost_and_charged(resolved: Resolved, stage: str) 
     in_clear.participants.replying = lambda number, ids: ids < THRESHOLD - 1
     assert model_of(in_clear, LocalGrid(resolved.trainer), resolved) == start
     assert in_clear.ledger.head == strategy.ledger.head or stage == "unmask"
+
+
+class Watching(Unsteady):
+    """Counts a ledger's lines on disk when the messages of a stage leave the server."""
+
+    def __init__(self, resolved: Resolved, ledger: Path) -> None:
+        super().__init__(resolved, {})
+        self.ledger, self.seen = ledger, list[tuple[str | None, int]]()
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        asked = list(messages)
+        entries = Ledger.read(self.ledger).entries if self.ledger.exists() else []
+        self.seen.append((stage_of(asked[0]) if asked else None, len(entries)))
+        return super().send_and_receive(asked, timeout=timeout)
+
+
+def test_a_round_is_charged_before_any_stage_of_it_leaves_the_server(
+    resolved: Resolved, tmp_path: Path
+) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    grid = Watching(resolved, ledger)
+    model_of(strategy_of(resolved, Ledger(ledger, delta=1e-5)), grid, resolved)
+    stages = [seen for seen in grid.seen if seen[0] is not None]
+    assert stages == [(stage, number) for number in (1, 2) for stage in STAGES]
+
+
+def test_a_round_beyond_the_budget_asks_nobody_for_anything(
+    resolved: Resolved, tmp_path: Path
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    once = Accountant([resolved.plan.charge(1)]).epsilon(1e-5)
+    grid = Watching(resolved, path)
+    strategy = strategy_of(resolved, Ledger(path, delta=1e-5, max_epsilon=1.01 * once))
+    model_of(strategy, grid, resolved)
+    assert [stage for stage, _ in grid.seen if stage is not None] == list(STAGES)
+    assert [entry.round for entry in Ledger.read(path).entries] == [1]
 
 
 class Failing(Unsteady):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from fedsim.mechanisms import (
     Releaser,
     State,
 )
+from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -328,3 +330,28 @@ def test_noise_multipliers_of_shares_on_a_gpu_are_computed_on_the_cpu(monkeypatc
         noise = [source(1), source(2)]
         units, _ = releaser.noised(releaser.start({}), noise, drawn_multiplier)
     assert units["sum"].device.type == "cuda"
+
+
+def test_a_rounds_line_is_on_disk_before_its_messages_exist(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    initial = array_record(dict(trainer().model.named_parameters()))
+    once = Event.of(PoissonCohort(0.6, CLIENTS), 1.0)
+    strategy = DPFedAvg(
+        mechanism=Clipping(0.1),
+        cohort=PoissonCohort(0.6, CLIENTS),
+        noise_multiplier=1.0,
+        placement="client",
+        seed=1,
+        ledger=path,
+        delta=1e-5,
+        max_epsilon=1.01 * Accountant([once.over(2)]).epsilon(1e-5),
+    )
+    grid = LocalGrid(trainer(), num_nodes=CLIENTS)
+    for number in (1, 2):
+        # Messages may be made as they are asked for; none has been, and the round is charged.
+        messages = strategy.configure_train(number, initial, ConfigRecord(), grid)
+        assert [entry.round for entry in Ledger.read(path).entries] == [*range(1, number + 1)]
+        strategy.aggregate_train(number, grid.send_and_receive(messages))
+        assert len(Ledger.read(path).entries) == number
+    assert list(strategy.configure_train(3, initial, ConfigRecord(), grid)) == []
+    assert len(Ledger.read(path).entries) == 2
