@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from fedsim.cohorts import Cohort
+from fedsim.config import devices
 from fedsim.config.privacy_sections import NoiseSection
 from fedsim.config.run_config import RunConfig, past_config
-from fedsim.config.sections import DevicesSection
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
@@ -24,11 +24,6 @@ from fedsim.privacy.plan import Bounded, ReleasePlan, evaluation_sampler
 from fedsim.privacy.statement import Statement
 
 BoundOf = TypeVar("BoundOf", bound=Bounded)
-
-_DEVICES = (
-    "Which clients are available, drop out or do how much work follows from the seed or from files "
-    "that are assumed to be independent of clients' data (devices, client.work)."
-)
 
 
 def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
@@ -204,10 +199,11 @@ def with_assumptions(
         If such a config cannot be read by this version.
     """
     assumed = cut_short and statement.private and not may_stop(flat)
-    if not (has_devices(flat) or assumed):
+    of_devices = devices.assumption(flat)
+    if not (of_devices or assumed):
         return statement
     config = past_config(path, flat)
-    notes = [_DEVICES] if config.private and has_devices(flat) else []
+    notes = [of_devices] if config.private else []
     if assumed and config.private and not release_plan(config, config.mechanism.make()).closed:
         notes.append(_cut_short(config, statement))
     return replace(statement, note=" ".join(filter(None, [statement.note, *notes])))
@@ -224,10 +220,3 @@ def _cut_short(config: RunConfig, statement: Statement) -> str:
         f"not follow from what it released; all of them would cost epsilon "
         f"{total.epsilon(statement.delta):.4g}."
     )
-
-
-def has_devices(flat: Mapping[str, Scalar]) -> bool:
-    """Whether a flat config simulates devices or different amounts of work."""
-    usual = DevicesSection().to_tree()
-    modelled = any(flat.get(f"devices.{key}", value) != value for key, value in usual.items())
-    return modelled or bool(flat.get("client.work"))

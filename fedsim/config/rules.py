@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 from fedsim.arguments import shown
-from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.privacy.exclusions import (
@@ -133,19 +131,8 @@ def _noise(c: RunConfig) -> Refusals:
 
 def _devices(c: RunConfig) -> Refusals:
     """Devices and engines."""
-    devices, cores = c.devices, c.engine.cpus_per_worker
-    if devices.trace and devices.availability != 1:
-        yield (
-            "devices.availability",
-            f"unset while devices.trace = '{devices.trace}' says which devices are available",
-        )
-    for key in ("deadline", "spread"):
-        if getattr(devices, key) and not (devices.seconds_per_example or devices.bandwidth):
-            yield (
-                f"devices.{key}",
-                "0 while devices take no time: devices.seconds-per-example and devices.bandwidth "
-                "say how much",
-            )
+    yield from c.devices.refusals(c)
+    cores = c.engine.cpus_per_worker
     if c.engine.name == "simulation" and cores != max(1, int(cores)):
         yield (
             "engine.cpus-per-worker",
@@ -225,30 +212,18 @@ def _private_evaluation(c: RunConfig) -> Refusals:
         )
 
 
-def _whole_run(c: RunConfig) -> Refusals:
-    """Clients' state and devices in private runs and on engines."""
+def _client_state(c: RunConfig) -> Refusals:
+    """Clients' state."""
     if getattr(c.client, "adapt_rounds", 0) and c.client.state == "reset":
         yield (
             "client.adapt-rounds",
             "0 while client.state = 'reset', since the plain steps after so many rounds take the "
             "rate that was reached; with client.state = 'client' they can",
         )
-    if c.protects and c.devices.deadline:
-        yield (
-            "devices.deadline",
-            "0 in a run that is private at client or example level: how long a device takes "
-            "depends on how many examples it has, which would decide whose update is in the sum",
-        )
-    for field in fields(DevicesSection) if c.engine.name == "deployment" else ():
-        if getattr(c.devices, field.name) != field.default:
-            yield (
-                f"devices.{field.name.replace('_', '-')}",
-                "unset with engine.name = 'deployment', whose devices are real",
-            )
 
 
 RULES = (
     *(_model, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
-    *(_guarantee, _evaluation, _private_evaluation, _whole_run),
+    *(_guarantee, _evaluation, _private_evaluation, _client_state),
 )
 """All rules, in the order in which they are checked."""

@@ -18,6 +18,7 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
+from fedsim.config.devices import DevicesSection
 from fedsim.config.privacy_sections import (
     EvaluateSection,
     MechanismSection,
@@ -32,7 +33,6 @@ from fedsim.config.sections import (
     ClientSection,
     CohortSection,
     DataSection,
-    DevicesSection,
     EngineSection,
     LogSection,
     ModelSection,

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
+from fedsim.config.devices import Work
 from fedsim.config.privacy_sections import ClientMechanismSection, ClientNoiseSection
 from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, NamesOf, Needs, WithNames
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
 from fedsim.privacy.local_work import LocalWork
-from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
+from fedsim.settings import Constraint, Ge, Gt, Le, NamesPath, NotAllowedError, Text
 
 Range: TypeAlias = Annotated[
     str,
@@ -26,21 +27,6 @@ Range: TypeAlias = Annotated[
     ),
 ]
 """Type of a range of examples: ``10000:``, ``:500``, or empty for all."""
-
-
-WORK_RANGE = re.compile(r"whole\((\d{1,7}), *(\d{1,7})\)")
-
-
-def _is_work(text: str) -> bool:
-    drawn = WORK_RANGE.fullmatch(text)
-    return "(" not in text or (drawn is not None and 1 <= int(drawn[1]) <= int(drawn[2]))
-
-
-Work: TypeAlias = Annotated[
-    str,
-    Constraint(_is_work, "whole(low,high) with whole numbers from 1 on, the path of a file, or ''"),
-]
-"""Type of clients' amounts of work: ``whole(1,5)``, a file, or empty for equal work."""
 
 
 def _read_metrics(value: Any) -> str:
@@ -316,26 +302,3 @@ class EngineSection(ConfigTable, table="engine"):
     # Starting ten virtual clients on two busy cores took more than a minute.
     node_timeout: Annotated[float, Gt(0), Le(1e8)] = 180.0
     """How many seconds to wait for nodes to connect."""
-
-
-@dataclass(frozen=True, init=False)
-class DevicesSection(ConfigTable, table="devices"):
-    """Simulated devices of clients, drawn from the seed, never from data."""
-
-    availability: Annotated[float, Gt(0), Le(1)] = 1.0
-    """The probability that a device is available, independently in each round."""
-    trace: Annotated[str, NamesPath("training")] = ""
-    """In place of availability: an .npy file of truth values [rounds, clients], repeated as often
-    as needed. A sampled client that is not available counts as missing."""
-    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """The probability that an available device does not reply, independently in each round."""
-    seconds_per_example: Annotated[float, Ge(0)] = 0.0
-    """Training time of the median device, in seconds an example; 0 for none."""
-    bandwidth: Annotated[float, Ge(0)] = 0.0
-    """Bandwidth of the median device, in megabits a second each way; 0 for no limit."""
-    spread: Annotated[float, Ge(0), Le(10)] = 0.0
-    """How much devices differ: standard deviation of the logarithms of seconds-per-example and
-    bandwidth."""
-    deadline: Annotated[float, Ge(0)] = 0.0
-    """Deadline of a round on the device's simulated clock, in seconds: later replies do not count;
-    0 for none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fedsim.config import Scalar
-from fedsim.config.sections import WORK_RANGE
+from fedsim.config.devices import work_sentence
 from fedsim.privacy import Entry
 
 Flat = Mapping[str, Scalar]
@@ -85,11 +85,8 @@ def _work(config: Flat) -> str:
     steps, epochs = config.get("client.steps"), config.get("client.epochs")
     batch, rate = config.get("client.batch-size"), config.get("client.lr")
     one, many = ("step", "steps") if steps else ("pass", "passes")
-    work = _count(steps or epochs, one, many)
-    if drawn := WORK_RANGE.fullmatch(amounts := str(config.get("client.work", ""))):
-        work = f"{drawn[1]} to {drawn[2]} {many}, drawn for each client,"
-    elif amounts:
-        work = f"a number of {many} that {amounts} says for each client,"
+    own = work_sentence(str(config.get("client.work", "")), many)
+    work = own or _count(steps or epochs, one, many)
     batches = f"batches of {batch}" if batch else "all its examples at once"
     name = _ALGORITHMS.get(str(config.get("client.name")), str(config.get("client.name")))
     at_rate = f" at rate {rate:g}" if isinstance(rate, int | float) else ""

@@ -17,6 +17,7 @@ from fedsim.arguments import shown
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, plan
+from fedsim.config.devices import work_counts
 from fedsim.config.plan import entropy, evaluation_event, may_stop
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.errors import FedsimError
@@ -31,7 +32,6 @@ from fedsim.privacy.laws import Full
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs.data_split import RunData
-from fedsim.runs.devices import work_counts
 from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
@@ -219,7 +219,9 @@ def trainer_of(
         batch_size=work.batch_size,
         epochs=work.epochs,
         steps=work.steps,
-        counts=work_counts(config) if all_clients else None,
+        counts=work_counts(client.work, config.partition.clients, config.seed)
+        if all_clients
+        else None,
         loss=loss(config),
         metrics=metrics(config),
         path=client.path,

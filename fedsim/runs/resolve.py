@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from fedsim.config import RunConfig
+from fedsim.config.devices import Devices
 from fedsim.config.plan import entropy, evaluation_event, with_best_groups
 from fedsim.config.release_keys import release_digest, split_settings
 from fedsim.datasets import Dataset
@@ -27,7 +28,6 @@ from fedsim.process import usable_cores
 from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
-from fedsim.runs.devices import Devices
 from fedsim.runs.factories import example_privacy, seed_of, state_dir, trainer_of
 from fedsim.runs.model import initial_model, personal_parameters, shared_arrays, try_model
 from fedsim.runs.object_overrides import ObjectOverrides
@@ -159,7 +159,14 @@ def resolve(
         trainer=trainer,
         trainer_for=trainer_for,
         release=release,
-        devices=Devices.of(config, trainer),
+        devices=Devices.of(
+            config.devices,
+            config.partition.clients,
+            config.seed,
+            examples=trainer.workload.examples,
+            down=trainer.received_layout.d * trainer.layout.dtype.itemsize,
+            up=trainer.row_layout.d * trainer.layout.dtype.itemsize,
+        ),
     )
 
 

@@ -52,9 +52,7 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
         columns += ["simulated", "declared"]
     columns += RoundReport.columns
     columns += [*strategy.plan.bound.shown(resolved.trainer.layout), "update-norm"]
-    columns += ["bytes-down", "bytes-up"]
-    if resolved.devices.clocked:
-        columns.append("virtual-seconds")
+    columns += resolved.devices.columns
     columns += ["clients-per-second", "seconds"]
     twice = [name for name in columns if columns.count(name) > 1]
     if twice:
@@ -104,9 +102,7 @@ class RoundRows:
             row |= report.info
             if report.update_norm is not None:
                 row["update-norm"] = report.update_norm
-            if (load := self._resolved.devices.load) is not None:
-                row |= {"bytes-down": load.bytes_down, "bytes-up": load.bytes_up}
-                row["virtual-seconds"] = load.seconds
+            row |= self._resolved.devices.load
             row["clients-per-second"] = report.usable / seconds
         row["seconds"] = seconds
         planned = self._planned(row)

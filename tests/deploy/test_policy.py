@@ -17,6 +17,7 @@ from fedsim import registry
 from fedsim.apps import client_app
 from fedsim.apps import node as module
 from fedsim.config import RunConfig
+from fedsim.config.devices import read_work
 from fedsim.config.plan import uncalibrated_plan
 from fedsim.deploy.policy import NODE, Policy
 from fedsim.deploy.services import Node
@@ -26,7 +27,6 @@ from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.privacy import Ledger
 from fedsim.privacy.laws import Full, Participation
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
-from fedsim.runs.devices import read_work
 
 PRIVATE = {
     "mechanism": {"name": "clipping", "clip-norm": 1.0},

@@ -1,5 +1,8 @@
 """Simulated devices of clients: their availability, amount of work, and time taken.
 
+All that concerns them is in this file: the table ``[devices]`` and the key ``client.work``, their
+refusals, what a private run assumes of them, who is available, and the clock.
+
 The model is simple, and depends on a seed and a client's id, never on data. A device is available
 with a fixed probability each round, or according to a trace; it drops out with another
 probability; its seconds for an example and its bandwidth are log-normal over clients. A sampled
@@ -9,20 +12,20 @@ sampled cohort.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim import regular_files
-from fedsim.config import RunConfig
-from fedsim.config.sections import WORK_RANGE, DevicesSection
+from fedsim.config.tables import ConfigTable
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
-from fedsim.training import Trainer
+from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -32,23 +35,90 @@ AVAILABLE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
 MEGABIT = 1e6 / 8  # bytes
 LARGEST_WORK_FILE = 2**30
 
+_WORK_RANGE = re.compile(r"whole\((\d{1,7}), *(\d{1,7})\)")
 
-@dataclass(frozen=True)
-class RoundLoad:
-    """Bytes sent in a round, and its simulated duration.
 
-    Attributes
-    ----------
-    bytes_down, bytes_up : int
-        Bytes sent to the available devices, and by those that did not drop out; values only,
-        without a protocol's overhead.
-    seconds : float
-        Time of the slowest device that replied, or the deadline if any device missed it.
-    """
+def _is_work(text: str) -> bool:
+    drawn = _WORK_RANGE.fullmatch(text)
+    return "(" not in text or (drawn is not None and 1 <= int(drawn[1]) <= int(drawn[2]))
 
-    bytes_down: int
-    bytes_up: int
-    seconds: float
+
+Work: TypeAlias = Annotated[
+    str,
+    Constraint(_is_work, "whole(low,high) with whole numbers from 1 on, the path of a file, or ''"),
+]
+"""Type of clients' amounts of work: ``whole(1,5)``, a file, or empty for equal work."""
+
+
+@dataclass(frozen=True, init=False)
+class DevicesSection(ConfigTable, table="devices"):
+    """Simulated devices of clients, drawn from the seed, never from data."""
+
+    availability: Annotated[float, Gt(0), Le(1)] = 1.0
+    """The probability that a device is available, independently in each round."""
+    trace: Annotated[str, NamesPath("training")] = ""
+    """In place of availability: an .npy file of truth values [rounds, clients], repeated as often
+    as needed. A sampled client that is not available counts as missing."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """The probability that an available device does not reply, independently in each round."""
+    seconds_per_example: Annotated[float, Ge(0)] = 0.0
+    """Training time of the median device, in seconds an example; 0 for none."""
+    bandwidth: Annotated[float, Ge(0)] = 0.0
+    """Bandwidth of the median device, in megabits a second each way; 0 for no limit."""
+    spread: Annotated[float, Ge(0), Le(10)] = 0.0
+    """How much devices differ: standard deviation of the logarithms of seconds-per-example and
+    bandwidth."""
+    deadline: Annotated[float, Ge(0)] = 0.0
+    """Deadline of a round on the device's simulated clock, in seconds: later replies do not count;
+    0 for none."""
+
+    def refusals(self, config: Any) -> Iterator[tuple[str, str]]:
+        """Keys of the table that break a rule of a `RunConfig`, each with what it must be."""
+        if self.trace and self.availability != 1:
+            yield (
+                "devices.availability",
+                f"unset while devices.trace = '{self.trace}' says which devices are available",
+            )
+        for key in ("deadline", "spread"):
+            if getattr(self, key) and not self.clocked:
+                yield (
+                    f"devices.{key}",
+                    "0 while devices take no time: devices.seconds-per-example and "
+                    "devices.bandwidth say how much",
+                )
+        if self.deadline and config.protects:
+            yield (
+                "devices.deadline",
+                "0 in a run that is private at client or example level: how long a device takes "
+                "depends on how many examples it has, which would decide whose update is in the "
+                "sum",
+            )
+        for setting in fields(self) if config.engine.name == "deployment" else ():
+            if getattr(self, setting.name) != setting.default:
+                yield (
+                    f"devices.{setting.name.replace('_', '-')}",
+                    "unset with engine.name = 'deployment', whose devices are real",
+                )
+
+    @property
+    def clocked(self) -> bool:
+        """Whether simulated time is modelled at all."""
+        return bool(self.seconds_per_example or self.bandwidth)
+
+
+def assumption(config: Mapping[str, object]) -> str:
+    """What a private run with a flat config assumes of devices and work; "" if nothing."""
+    usual = DevicesSection().to_tree()
+    modelled = any(config.get(f"devices.{key}", value) != value for key, value in usual.items())
+    if not (modelled or config.get("client.work")):
+        return ""
+    return (
+        "Which clients are available, drop out or do how much work follows from the seed or from "
+        "files that are assumed to be independent of clients' data (devices, client.work)."
+    )
+
+
+_COLUMNS = ("bytes-down", "bytes-up", "virtual-seconds")
 
 
 @dataclass
@@ -73,24 +143,32 @@ class Devices:
     down: int
     up: int
     trace: Bools | None = None
-    load: RoundLoad | None = field(default=None, init=False)
-    """Load of the round of the last call of `replying`."""
+    load: Mapping[str, int | float] = field(default_factory=dict, init=False)
+    """Load of the round of the last call of `replying`, by column of metrics.csv: bytes sent to the
+    available devices, and by those that did not drop out (values only, without a protocol's
+    overhead); seconds of the slowest device that replied, or the deadline if one missed it."""
 
     @classmethod
-    def of(cls, config: RunConfig, trainer: Trainer) -> Self:
-        """Make the devices that a config describes, on which a trainer's clients train."""
-        settings, clients = config.devices, config.partition.clients
-        size, values = trainer.layout.dtype.itemsize, trainer.row_layout.d
-        down, up = trainer.received_layout.d * size, values * size
-        trace = _read_trace(Path(settings.trace), clients) if settings.trace else None
-        return cls(config.seed, settings, trainer.workload.examples, down, up, trace)
+    def of(
+        cls,
+        settings: DevicesSection,
+        population: int,
+        seed: int,
+        *,
+        examples: Callable[[Ints], Floats],
+        down: int,
+        up: int,
+    ) -> Self:
+        """The devices of a population that a config's table describes."""
+        trace = _read_trace(Path(settings.trace), population) if settings.trace else None
+        return cls(seed, settings, examples, down, up, trace)
 
     def replying(self, round: int, client_ids: Ints) -> Bools:
         """Whether each of these clients takes part in the round, ``bool [n]``; sets `load`."""
         available = self._available(round, client_ids)
         replies = available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
         seconds = np.zeros(len(client_ids))
-        if self.clocked and replies.any():
+        if self.settings.clocked and replies.any():
             ids = client_ids[replies]
             seconds[replies] = self.seconds(ids)
         sent, longest = int(replies.sum()), float(seconds.max(initial=0.0))
@@ -100,7 +178,8 @@ class Devices:
             if late.any() or (available & ~replies).any():
                 longest = deadline
             replies &= ~late
-        self.load = RoundLoad(self.down * int(available.sum()), self.up * sent, longest)
+        loads = (self.down * int(available.sum()), self.up * sent, longest)
+        self.load = dict(zip(_COLUMNS, loads, strict=True))
         return replies
 
     def reachable(self, round: int, client_ids: Ints) -> Bools:
@@ -109,9 +188,9 @@ class Devices:
         return available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
 
     @property
-    def clocked(self) -> bool:
-        """Whether simulated time is modelled at all."""
-        return bool(self.settings.seconds_per_example or self.settings.bandwidth)
+    def columns(self) -> tuple[str, ...]:
+        """Columns of metrics.csv for the load of a round."""
+        return _COLUMNS if self.settings.clocked else _COLUMNS[:2]
 
     def seconds(self, client_ids: Ints) -> Floats:
         """Seconds that each client takes for its examples and bytes, ``[n]``."""
@@ -152,15 +231,21 @@ def _generator(seed: int, part: int, client: int, round: int = 0) -> np.random.G
     )
 
 
-def work_counts(config: RunConfig) -> Ints | None:
+def work_counts(work: str, population: int, seed: int) -> Ints | None:
     """Each client's number of epochs or steps ``[population]``; None if all have the same."""
-    work, clients = config.client.work, config.partition.clients
-    drawn = WORK_RANGE.fullmatch(work)
+    drawn = _WORK_RANGE.fullmatch(work)
     if drawn is None:
-        return read_work(Path(work), clients) if work else None
-    draws = Randomness(config.seed).repeated()
+        return read_work(Path(work), population) if work else None
+    draws = Randomness(seed).repeated()
     generator = draws.generator(Purpose.DEVICE, level="client", part=WORK)
-    return generator.integers(int(drawn[1]), int(drawn[2]), clients, endpoint=True)
+    return generator.integers(int(drawn[1]), int(drawn[2]), population, endpoint=True)
+
+
+def work_sentence(work: str, many: str) -> str:
+    """How many epochs or steps (``many``) clients do, in words; empty if all do the same."""
+    if drawn := _WORK_RANGE.fullmatch(work):
+        return f"{drawn[1]} to {drawn[2]} {many}, drawn for each client,"
+    return f"a number of {many} that {work} says for each client," if work else ""
 
 
 def read_work(path: Path, population: int) -> Ints:
