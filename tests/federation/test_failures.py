@@ -256,7 +256,7 @@ def test_clients_do_not_evaluate_on_private_examples_unless_that_is_said():
     asks = {**EXAMPLE_PRIVATE, "evaluate": {"clients-every": 1}}
     with pytest.raises(FedsimError, match=r"evaluate\.unprotected = true"):
         RunConfig.parse(asks)
-    with pytest.raises(FedsimError, match=r"ClientMetrics\(unprotected=True\)"):
+    with pytest.raises(FedsimError, match=r"metrics\.unprotected"):
         DPFedAvg(
             mechanism=NoPrivacy("uniform"), cohort=FullCohort(3),
             clients=ClientTraining(private_examples=True), fraction_evaluate=1.0,
