@@ -86,7 +86,7 @@ def with_best_groups(config: RunConfig) -> RunConfig:
 
 def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     """The server's release plan; its noise multiplier is 0 if a target determines it."""
-    secagg = config.secagg
+    secure = config.secagg.make()
     plan = ReleasePlan(
         level="client",
         sampler=cohort(config),
@@ -94,11 +94,10 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
         noise=made_noise(config.noise),
         rounds=config.rounds,
         may_stop=config.private and may_stop(config.to_run_config()),
-        # With secure aggregation the server knows who is sampled: no amplification against it.
-        cohort_known=secagg.threshold > 0 and secagg.observer == "server",
+        cohort_known=config.secagg.cohort_known,
     )
-    if secagg.threshold:
-        plan.check_secure()
+    if secure is not None:
+        secure.check_plan(plan)
     return _simulating(plan, config) if config.noise.cohort_size else plan
 
 

@@ -1,4 +1,4 @@
-"""Config tables on privacy: bounds, noise, secure aggregation, statement, evaluation."""
+"""Config tables on privacy: bounds, noise, ledger, evaluation."""
 
 from __future__ import annotations
 
@@ -100,23 +100,6 @@ class NoiseSection(Choice, table="noise"):
     def adds_noise(self) -> bool:
         """Whether the config asks for any noise."""
         return self.target_epsilon is not None or bool(self.multiplier)
-
-
-@dataclass(frozen=True, init=False)
-class SecAggSection(ConfigTable, table="secagg"):
-    """Secure aggregation: the server learns only the sum of clients' noisy shares."""
-
-    threshold: Annotated[int, Ge(0)] = 0
-    """The fewest clients in a masked sum: with fewer the round is lost, and charged nevertheless. 0
-    for no secure aggregation."""
-    colluders: Annotated[int, Needs("threshold"), Ge(0)] = 0
-    """How many clients may collude with the server: only the noise of threshold - colluders clients
-    is relied on."""
-    observer: Literal["server", "outsider"] = "server"
-    """The adversary: 'server', which knows who was sampled, so that sampling amplifies nothing; or
-    'outsider', who sees the models only."""
-    simulate: Annotated[bool, OUTSIDE_RELEASE] = False
-    """Whether engine 'local' sends masked messages, instead of the same shares without masks."""
 
 
 @dataclass(frozen=True, init=False)

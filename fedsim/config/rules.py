@@ -8,8 +8,8 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from fedsim.arguments import shown
+from fedsim.config.tables import ConfigTable
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.privacy.exclusions import (
     check_bounds_rows,
     check_budget,
@@ -34,7 +34,9 @@ def check_rules(config: RunConfig) -> None:
     FedsimError
         For the first broken rule: ``key = value; it must be ...``.
     """
-    for key, allowed in chain.from_iterable(rules(config) for rules in RULES):
+    tables = [value for value in vars(config).values() if isinstance(value, ConfigTable)]
+    of_tables = (table.refusals(config) for table in tables)
+    for key, allowed in chain(*(rules(config) for rules in RULES), *of_tables):
         value = attrgetter(key.replace("-", "_"))(config)
         value = "" if value is None else value
         raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
@@ -42,6 +44,8 @@ def check_rules(config: RunConfig) -> None:
     # the run is resolved, since reading a config imports no code.
     for check in (_check_clients, _check_release, _check_evaluation):
         check(config)
+    for table in tables:
+        table.check(config)
 
 
 def _check_clients(c: RunConfig) -> None:
@@ -55,14 +59,10 @@ def _check_clients(c: RunConfig) -> None:
 
 
 def _check_release(c: RunConfig) -> None:
-    """Make the cohort's sampler, the bound and secure aggregation."""
-    secagg, noise = None, c.noise
-    if c.secagg.threshold:
-        secagg = SecureAggregation(c.secagg.threshold, c.secagg.colluders)
+    """Make the cohort's sampler and the bound."""
+    noise = c.noise
     if not c.cohort.has_options(c.cohort.name):
-        cohort = c.cohort.make(population=c.partition.clients, rounds=c.rounds)
-        if secagg is not None:
-            secagg.check_round(cohort, unprotected_metrics=c.evaluate.unprotected)
+        c.cohort.make(population=c.partition.clients, rounds=c.rounds)
     if not c.mechanism.has_options(c.mechanism.name):
         bound = c.mechanism.make()
         for key in ("multiplier", "target-epsilon"):
@@ -129,9 +129,8 @@ def _noise(c: RunConfig) -> Refusals:
         )
 
 
-def _devices(c: RunConfig) -> Refusals:
-    """Devices and engines."""
-    yield from c.devices.refusals(c)
+def _engines(c: RunConfig) -> Refusals:
+    """Engines."""
     cores = c.engine.cpus_per_worker
     if c.engine.name == "simulation" and cores != max(1, int(cores)):
         yield (
@@ -149,22 +148,6 @@ def _bounds(c: RunConfig) -> Refusals:
             "noise.multiplier",
             "a number (0.0 for no noise), or noise.target-epsilon set, while mechanism.name = "
             f"'{bound.name}'",
-        )
-
-
-def _secure_aggregation(c: RunConfig) -> Refusals:
-    threshold = c.secagg.threshold
-    if threshold and not (c.private and c.noise.placement == "client"):
-        yield (
-            "secagg.threshold",
-            "0, or noise.placement = 'client' with a mechanism and noise: the server sees the sum, "
-            "which only clients' own noise protects from it",
-        )
-    if c.secagg.simulate and not (threshold and c.engine.name == "local"):
-        yield (
-            "secagg.simulate",
-            "false without secagg.threshold or on other engines: 'simulation' and 'deployment' "
-            "mask always, and 'ray' never does",
         )
 
 
@@ -223,7 +206,7 @@ def _client_state(c: RunConfig) -> Refusals:
 
 
 RULES = (
-    *(_model, _clients, _examples, _noise, _devices, _bounds, _secure_aggregation),
+    *(_model, _clients, _examples, _noise, _engines, _bounds),
     *(_guarantee, _evaluation, _private_evaluation, _client_state),
 )
 """All rules, in the order in which they are checked."""

@@ -9,7 +9,7 @@ checks. A `Choice` also has the settings of the thing that it names: ``[client]`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -79,6 +79,18 @@ class ConfigTable:
     """
 
     table: ClassVar[str] = ""
+
+    def refusals(self, config: Any) -> Iterable[tuple[str, str]]:
+        """Keys that break a rule of the whole ``config``, each with what it must be."""
+        return ()
+
+    def check(self, config: Any) -> None:
+        """Make the objects that refuse themselves what they cannot be in the whole ``config``.
+
+        Raises
+        ------
+        FedsimError
+        """
 
     def __init_subclass__(cls, table: str = "") -> None:
         cls.table = table

@@ -24,6 +24,7 @@ from fedsim.federation.aggregation.server_sum import (
     ServerSum,
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
+from fedsim.federation.aggregation.shares import refuse_undivided
 from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
 from fedsim.federation.exchange import RecordKeys
@@ -37,7 +38,6 @@ from fedsim.federation.strategy_checks import (
     in_existing_folder,
     plan_of_keywords,
     refuse_keywords,
-    refuse_shares,
 )
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, Statement
@@ -290,7 +290,8 @@ def _aggregation_of(
     plan: Plan, placement: Placement, secure: SecureAggregation | None
 ) -> Aggregation:
     """The callable that creates the aggregation of each round."""
-    refuse_shares(plan, placement)
+    if placement == "client":
+        refuse_undivided(plan)
     if isinstance(plan.bound, RobustMean):
         plan.bound.check(plan.sampler.expected_size)
         return RobustAggregation

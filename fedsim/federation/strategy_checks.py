@@ -15,7 +15,7 @@ from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows.layout import PREFIX, Layout
 from fedsim.training.checks import CARRIED
 
@@ -167,24 +167,6 @@ def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> 
                 f"initial_arrays has '{name}' of shape {list(tensor.shape)} and {tensor.dtype}; it "
                 f"must be of shape {list(expected[name].shape)} and {expected[name].dtype}."
             )
-
-
-def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
-    """Refuse noise placed in clients if there is no noise, or if it cannot be divided into shares.
-
-    Raises
-    ------
-    FedsimError
-    """
-    if placement != "client":
-        return
-    must = "placement = 'client' (noise.placement); it must be 'server' with"
-    if plan.bound.guarantee == "none":
-        bound = type(plan.bound).__name__
-        raise FedsimError(f"{must} {bound}, which has no noise that clients could share.")
-    if plan.noise.correlated or not plan.noise.divisible:
-        noise = type(plan.noise).__name__
-        raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
 
 
 def refuse_too_many(cohort: Cohort, max_rows: int) -> None:

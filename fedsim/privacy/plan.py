@@ -242,24 +242,6 @@ class ReleasePlan(Generic[BoundT]):
             sampler_law = unamplified(sampler_law)
         return self.noise.law(sampler_law)
 
-    def check_secure(self) -> None:
-        """Refuse secure aggregation if it would reveal the size of a cohort that is secret.
-
-        Each client's share of the noise has a fixed variance. A sum of more clients therefore has
-        more noise, and one of too few clients is lost. Both can be seen in the models.
-
-        Raises
-        ------
-        FedsimError
-            If neighbouring populations have cohorts of different sizes.
-        """
-        if not self.cohort_known and self.sampler.adjacency == "add-remove":
-            raise FedsimError(
-                "secagg.observer = 'outsider' (cohort_known = False) with the cohort "
-                f"'{self.sampler.name}', whose size is secret; it must be 'server', or the cohort "
-                "'fixed' or 'full': a sum of more clients has more noise, which models show."
-            )
-
     def simulating(self, size: int, population: int) -> ReleasePlan[BoundT]:
         """The plan of a run that simulates the noise of a larger cohort, and protects nobody.
 

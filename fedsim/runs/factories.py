@@ -21,7 +21,6 @@ from fedsim.config.devices import work_counts
 from fedsim.config.plan import entropy, evaluation_event, may_stop
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection, read_ranges
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.client_settings import PrivateMetrics
 from fedsim.federation.optimizers import FlowerOptimizer, Scheduled
 from fedsim.keywords import arguments_of
@@ -69,12 +68,6 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism]:
     """The server's release plan, with the config's noise or noise calibrated to its target."""
     return plan.release_plan(config, mechanism(config.mechanism))
-
-
-def secure_aggregation(config: RunConfig) -> SecureAggregation | None:
-    """Secure aggregation as the config sets it; None without."""
-    section = config.secagg
-    return SecureAggregation(section.threshold, section.colluders) if section.threshold else None
 
 
 def private_metrics(config: RunConfig) -> PrivateMetrics | None:

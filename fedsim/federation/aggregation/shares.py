@@ -25,6 +25,7 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
+from fedsim.mechanisms.releaser import NoisySum
 from fedsim.privacy.noise import Independent, Noise, share_multiplier
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
@@ -143,6 +144,22 @@ def _int(entries: Mapping[str, object], key: str) -> int:
     return value
 
 
+def refuse_undivided(noisy_sum: NoisySum) -> None:
+    """Refuse noise that clients add if there is none, or if it cannot be divided into shares.
+
+    Raises
+    ------
+    FedsimError
+    """
+    must = "placement = 'client' (noise.placement); it must be 'server' with"
+    if noisy_sum.bound.guarantee == "none":
+        bound = type(noisy_sum.bound).__name__
+        raise FedsimError(f"{must} {bound}, which has no noise that clients could share.")
+    if noisy_sum.noise.correlated or not noisy_sum.noise.divisible:
+        noise = type(noisy_sum.noise).__name__
+        raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
+
+
 def make_shares(
     request: ShareRequest,
     block: Tensor,
@@ -171,17 +188,8 @@ def make_shares(
         ``bounding`` are not the mechanism's, or if a state sent by the server would make a row
         longer than the bound for which its noise is scaled.
     """
-    if request.bound.guarantee == "none":
-        raise FedsimError(
-            f"noise placement is 'client'; {type(request.bound).__name__} gives no guarantee, so "
-            "there is no noise to share."
-        )
     # The strategy refuses this too, but a client does not rely on the server's checks.
-    if request.noise.correlated or not request.noise.divisible:
-        raise FedsimError(
-            f"noise placement is 'client'; {type(request.noise).__name__} (noise.name) cannot be "
-            "added in shares, and needs 'server'."
-        )
+    refuse_undivided(request)
     _require_state(bounding, request.bound.bounding_state(request.bound.init(layout), layout))
     n = len(block)
     releaser = Releaser([request] * n, layout, device=block.device)

@@ -56,7 +56,25 @@ class SecureAggregation:
         FedsimError
         """
         self.check_round(plan.sampler, unprotected_metrics=unprotected_metrics)
-        plan.check_secure()
+        self.check_plan(plan)
+
+    def check_plan(self, plan: ReleasePlan[Bounded]) -> None:
+        """Refuse a plan whose cohorts have a size that is secret, and that the sums would reveal.
+
+        Each client's share of the noise has a fixed variance. A sum of more clients therefore has
+        more noise, and one of too few clients is lost. Both can be seen in the models.
+
+        Raises
+        ------
+        FedsimError
+            If neighbouring populations have cohorts of different sizes.
+        """
+        if not plan.cohort_known and plan.sampler.adjacency == "add-remove":
+            raise FedsimError(
+                "secagg.observer = 'outsider' (cohort_known = False) with the cohort "
+                f"'{plan.sampler.name}', whose size is secret; it must be 'server', or the cohort "
+                "'fixed' or 'full': a sum of more clients has more noise, which models show."
+            )
 
     def check_round(self, sampler: Sampler, *, unprotected_metrics: bool) -> None:
         """Refuse metrics of single clients, and cohorts that are smaller than the threshold.

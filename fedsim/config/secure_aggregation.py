@@ -1,0 +1,60 @@
+"""Secure aggregation in a config: the table ``[secagg]``, its refusals, and what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fedsim.config.tables import OUTSIDE_RELEASE, ConfigTable, Needs
+from fedsim.federation.aggregation.secagg import SecureAggregation
+from fedsim.settings import Ge
+
+
+@dataclass(frozen=True, init=False)
+class SecAggSection(ConfigTable, table="secagg"):
+    """Secure aggregation: the server learns only the sum of clients' noisy shares."""
+
+    threshold: Annotated[int, Ge(0)] = 0
+    """The fewest clients in a masked sum: with fewer the round is lost, and charged nevertheless. 0
+    for no secure aggregation."""
+    colluders: Annotated[int, Needs("threshold"), Ge(0)] = 0
+    """How many clients may collude with the server: only the noise of threshold - colluders clients
+    is relied on."""
+    observer: Literal["server", "outsider"] = "server"
+    """The adversary: 'server', which knows who was sampled, so that sampling amplifies nothing; or
+    'outsider', who sees the models only."""
+    simulate: Annotated[bool, OUTSIDE_RELEASE] = False
+    """Whether engine 'local' sends masked messages, instead of the same shares without masks."""
+
+    def make(self) -> SecureAggregation | None:
+        """Secure aggregation as the table sets it; None without."""
+        return SecureAggregation(self.threshold, self.colluders) if self.threshold else None
+
+    @property
+    def cohort_known(self) -> bool:
+        """Whether the adversary is a server that knows who is sampled: no amplification."""
+        return self.threshold > 0 and self.observer == "server"
+
+    def refusals(self, config: Any) -> Iterator[tuple[str, str]]:
+        """Without noise of its own a sum is not protected; and where masks are not simulated."""
+        if self.threshold and not (config.private and config.noise.placement == "client"):
+            yield (
+                "secagg.threshold",
+                "0, or noise.placement = 'client' with a mechanism and noise: the server sees the "
+                "sum, which only clients' own noise protects from it",
+            )
+        if self.simulate and not (self.threshold and config.engine.name == "local"):
+            yield (
+                "secagg.simulate",
+                "false without secagg.threshold or on other engines: 'simulation' and 'deployment' "
+                "mask always, and 'ray' never does",
+            )
+
+    def check(self, config: Any) -> None:
+        """Make it, and compare it with the cohort, unless that is a user's."""
+        secure, cohort = self.make(), config.cohort
+        if secure is None or cohort.has_options(cohort.name):
+            return
+        sampler = cohort.make(population=config.partition.clients, rounds=config.rounds)
+        secure.check_round(sampler, unprotected_metrics=config.evaluate.unprotected)
