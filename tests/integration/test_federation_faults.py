@@ -31,7 +31,8 @@ def rows_of(out: Path) -> list[dict]:
 
 def releases(out: Path) -> int:
     lines = out.with_suffix(".ledger").read_text().splitlines()
-    return sum(json.loads(line)["entry"]["kind"] == "release" for line in lines)
+    entries = [json.loads(line)["entry"].get("releases", []) for line in lines]
+    return sum(release["kind"] == "release" for of_line in entries for release in of_line)
 
 
 def counts(row: dict) -> tuple[int, int, int]:
