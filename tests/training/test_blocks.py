@@ -199,7 +199,7 @@ def strict(outputs: Tensor, targets: Tensor) -> Tensor:
     return CrossEntropy()(outputs, targets)
 
 
-def test_examples_that_are_protected_are_charged_at_once_and_drawn_a_block_at_a_time(
+def test_examples_that_are_protected_are_charged_and_drawn_a_block_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     addresses: list = []
@@ -210,7 +210,7 @@ def test_examples_that_are_protected_are_charged_at_once_and_drawn_a_block_at_a_
     begun: list[int] = []
     for block in blocks:
         begun += block.client_ids.tolist()
-        assert sorted(trainer.ledger.histories) == sorted(ids.tolist())
+        assert sorted(trainer.ledger.histories) == sorted(begun)
         assert {address.client for address in addresses} == set(begun)
         if len(begun) == 4:
             break
