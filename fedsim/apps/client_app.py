@@ -37,15 +37,9 @@ def train(message: Message, context: Context) -> Message:
     with _admitted(context) as policy:
         if policy is not None:
             from fedsim.config import RunConfig
-            from fedsim.federation.aggregation.secagg.protocol import stage_of
-            from fedsim.federation.aggregation.shares import share_entries
 
             config = RunConfig.from_run_config(context.run_config)
-            stage = stage_of(message)
-            # Of the stages of secure aggregation, only "masked" sends anything of the client data.
-            if stage in (None, "masked"):
-                policy.check_masked(masked=stage is not None, config=config)
-                policy.check_share(share_entries(message), config)
+            if policy.check_training(message, config):
                 policy.join(client_id(context.node_config))
         reply = _client()(message, context)
         if policy is not None and not policy.answers_evaluation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
@@ -288,6 +288,25 @@ class Policy:
                 "noise.entropy is 'config', and noise that this node adds would follow from the "
                 "run's seed; here it must be 'system'"
             )
+
+    def check_training(self, message: Message, config: RunConfig) -> bool:
+        """Whether the reply to a message for training will contain anything of this node's data.
+
+        Raises
+        ------
+        FedsimError
+            If such a reply would have less noise, or fewer masks, than the policy or the run says.
+        """
+        from fedsim.federation.aggregation.secagg.protocol import stage_of
+        from fedsim.federation.aggregation.shares import share_entries  # needs torch
+
+        stage = stage_of(message)
+        # Of the stages of secure aggregation, only "masked" sends anything of the client's data.
+        if stage not in (None, "masked"):
+            return False
+        self.check_masked(masked=stage is not None, config=config)
+        self.check_share(share_entries(message), config)
+        return True
 
     def check_masked(self, *, masked: bool, config: RunConfig) -> None:
         """Refuse to send a share without masks if the policy or the run requires masks."""

@@ -176,7 +176,7 @@ evaluate_metrics_aggr_fn
         if isinstance(placement, SecureAggregation):
             secure, placement = placement, "client"
         self.plan, self.private = plan, plan.private
-        self.delta, self.placement, self.secure = delta, placement, secure
+        self.delta, self.secure = delta, secure
         self.protects = plan.private or clients.private_examples
         self.shows_clients = not self.protects or metrics.unprotected
         check_budget(max_epsilon, private=plan.private)

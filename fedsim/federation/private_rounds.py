@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation import strategy_state
-from fedsim.federation.accounting import Accounting, Placement
+from fedsim.federation.accounting import Accounting
 from fedsim.federation.aggregation.server_sum import (
     Aggregation,
     AggregationSettings,
@@ -71,7 +71,6 @@ class PrivateRounds(ResumableStrategy):
     ledger: Ledger
     randomness: Randomness
     private: bool
-    placement: Placement
     server_optimizer: ServerOptimizer
     _accounting: Accounting
     _client_training: ClientTraining
@@ -119,8 +118,7 @@ class PrivateRounds(ResumableStrategy):
         recipients, refusal = self._client_training.charged(
             recipients, server_round, private=self.private
         )
-        # Where clients add the noise, their shares leave them in this round's first messages.
-        if self._stops(refusal) or (self.placement == "client" and self._recorded(server_round)):
+        if self._stops(refusal):
             return []
         vector = self._model.flatten(server)
         instructions = Instructions(
@@ -149,6 +147,8 @@ class PrivateRounds(ResumableStrategy):
                 f"one set of messages a round; run it by {type(self).__name__}.start(...) itself, "
                 "not by a Flower strategy or workflow around it."
             )
+        if aggregation.charged_when_asked and self._recorded(server_round):
+            return []
         self._pending = aggregation
         return aggregation.request()
 
@@ -193,7 +193,7 @@ class PrivateRounds(ResumableStrategy):
         summing = aggregation.summing
         # On disk before the release exists: a crash from here on charges one too many, never less.
         if self._stops(self._client_training.budgets_spent(report)) or (
-            self.placement == "server" and self._recorded(server_round)
+            not aggregation.charged_when_asked and self._recorded(server_round)
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None

@@ -178,6 +178,9 @@ class ServerSum:
 
     on_workers: ClassVar[bool] = True
     """Whether a worker may sum the rows of the clients that it trains."""
+    charged_when_asked: ClassVar[bool] = False
+    """Whether clients add the noise, so that a release leaves them with their first replies: it is
+    then on record before they are asked, and otherwise before the sum gets its noise."""
     settings: AggregationSettings
     instructions: Instructions
     state: State

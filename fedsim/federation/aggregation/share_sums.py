@@ -43,6 +43,7 @@ class ShareSum(ServerSum):
     """
 
     on_workers: ClassVar[bool] = False
+    charged_when_asked: ClassVar[bool] = True
 
     @property
     def parts(self) -> int:
