@@ -25,7 +25,7 @@ from fedsim.audit.checks import Floats, Gathered
 from fedsim.audit.user_checks import ROWS
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort, with_added_noise
+from fedsim.config.plan import cohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
@@ -74,7 +74,7 @@ class ConfigEvidence:
     @cached_property
     def smaller(self) -> RunConfig:
         """The config with at most `MOST_CLIENTS` clients, at the same sampling rate."""
-        config = with_added_noise(self.config)
+        config = self.config
         declared = cohort(config)
         assert declared.population is not None
         if declared.population <= MOST_CLIENTS:
