@@ -19,6 +19,7 @@ from fedsim.federation.flower_internals import client_id
 
 if TYPE_CHECKING:
     from fedsim.deploy.policy import Policy
+    from fedsim.federation.aggregation.client_replies import NoisePlacement
 
 
 app = ClientApp()
@@ -94,7 +95,7 @@ def _client() -> ClientApp:
     def seconds_for(context: Context) -> float:
         return RunConfig.from_run_config(context.run_config).engine.timeout
 
-    def threshold_for(context: Context) -> int:
-        return RunConfig.from_run_config(context.run_config).secagg.threshold
+    def placement_for(context: Context) -> NoisePlacement:
+        return RunConfig.from_run_config(context.run_config).placement
 
-    return client_app(trainer_for, mechanism_for, seconds_for, threshold_for)
+    return client_app(trainer_for, mechanism_for, seconds_for, placement_for)

@@ -65,8 +65,8 @@ class ClientTraining:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def check(self, plan: Plan, placement: str) -> None:
-        """Refuse settings that are incompatible with the plan or with noise placed in clients.
+    def check(self, plan: Plan) -> None:
+        """Refuse settings that are incompatible with the plan.
 
         Raises
         ------

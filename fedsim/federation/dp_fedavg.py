@@ -180,7 +180,7 @@ evaluate_metrics_aggr_fn
         self.protects = plan.private or clients.private_examples
         self.shows_clients = not self.protects or metrics.unprotected
         check_budget(max_epsilon, private=plan.private)
-        clients.check(plan, placement)
+        clients.check(plan)
         metrics.check(
             plan,
             placement,

@@ -298,7 +298,7 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
 def masking_app(resolved: Resolved) -> ClientApp:
     """The clients as a Flower app that takes part in secure aggregation."""
     bound = resolved.plan.bound
-    threshold = resolved.config.secagg.threshold
+    placement = resolved.config.placement
     return client_app(
-        lambda _: resolved.trainer, lambda _: bound, threshold_for=lambda _: threshold
+        lambda _: resolved.trainer, lambda _: bound, placement_for=lambda _: placement
     )

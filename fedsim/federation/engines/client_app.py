@@ -17,13 +17,11 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.aggregation.secagg.client import answer
-from fedsim.federation.aggregation.secagg.protocol import stage_of
+from fedsim.federation.aggregation.client_replies import NoisePlacement, training_reply
 from fedsim.federation.aggregation.shares import (
     STATE_RECORD,
     USABLE,
     Shares,
-    share_entries,
     share_for_message,
 )
 from fedsim.federation.exchange import metric_record
@@ -45,7 +43,7 @@ def client_app(
     trainer_for: TrainerFor,
     mechanism_for: MechanismFor | None = None,
     seconds_for: Callable[[Context], float] | None = None,
-    threshold_for: Callable[[Context], int] | None = None,
+    placement_for: Callable[[Context], NoisePlacement] = lambda _: "server",
 ) -> ClientApp:
     """A ClientApp that trains and evaluates one client with `Trainer`.
 
@@ -60,9 +58,8 @@ def client_app(
     seconds_for : callable, optional
         Returns the seconds that a message may take, from the client's own start (`time_limit`). A
         client that takes longer replies with the error code `TIMED_OUT`.
-    threshold_for : callable, optional
-        Returns the minimum number of survivors of secure aggregation; without it, or if it returns
-        0, the client does not take part in secure aggregation.
+    placement_for : callable, optional
+        Returns where noise is drawn, by the client's own config.
 
     Returns
     -------
@@ -84,17 +81,13 @@ def client_app(
             return _trained_share(message, context, trainer_for(context), mechanism_for(context))
 
         try:
-            # Only the stage "masked" of secure aggregation calls `own_share`, which trains.
-            if stage_of(message) is not None:
-                threshold = 0 if threshold_for is None else threshold_for(context)
-                client = client_id(context.node_config)
-                content = answer(
-                    message, context, client, threshold, lambda: own_share().words()[0]
-                )
-            elif share_entries(message) is not None:
-                content = own_share().reply()
-            else:
-                content = _parameters(message, context, trainer_for(context))
+            content = training_reply(
+                message,
+                context,
+                placement_for(context),
+                share=own_share,
+                update=lambda: _parameters(message, context, trainer_for(context)),
+            )
         except BudgetSpentError as error:
             return error_reply(message, BUDGET_SPENT, str(error))
         return Message(content, reply_to=message)
