@@ -41,7 +41,7 @@ from fedsim.federation.strategy_checks import (
 )
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, Statement
-from fedsim.privacy.adversary import RunFacts
+from fedsim.privacy.adversary import ReleaseSetting
 from fedsim.privacy.exclusions import check_budget
 from fedsim.privacy.flower_records import privacy_spent
 from fedsim.randomness import Randomness
@@ -256,7 +256,7 @@ evaluate_metrics_aggr_fn
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
         statement = self.ledger.statement(self.delta)
-        return statement if self.shows_clients else replace(statement, run=RunFacts())
+        return statement if self.shows_clients else replace(statement, run=ReleaseSetting())
 
     def privacy_spent(self) -> PrivacySpent:
         """Epsilon and delta spent so far, in the form of Flower's own strategies."""

@@ -15,7 +15,7 @@ from fedsim.privacy.laws.full import unamplified
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class ReleaseSetting:
     """What a statement says of a run that is not in its ledgers.
 
     Attributes
@@ -227,7 +227,9 @@ def _unamplified(shares: Iterable[tuple[Event, float]], delta: float) -> float:
     return accountant.epsilon(delta)
 
 
-def public_facts(entries: Sequence[Entry], level: Level, run: RunFacts | None = None) -> list[str]:
+def public_facts(
+    entries: Sequence[Entry], level: Level, run: ReleaseSetting | None = None
+) -> list[str]:
     """Sentences on what is public, what is assumed, and what the user declares."""
     sentences = []
     if level == "example":
@@ -259,7 +261,7 @@ def public_facts(entries: Sequence[Entry], level: Level, run: RunFacts | None = 
     return sentences
 
 
-def not_covered(run: RunFacts | None) -> list[str]:
+def not_covered(run: ReleaseSetting | None) -> list[str]:
     """What the guarantee does not cover, of what this run has released or shown.
 
     Of a run about which nothing but its ledger is known, metrics without noise are a possibility.

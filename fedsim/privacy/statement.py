@@ -10,7 +10,7 @@ from typing import Any, Self
 from fedsim.arguments import check_arguments
 from fedsim.privacy.accountant import Cost
 from fedsim.privacy.adversary import (
-    RunFacts,
+    ReleaseSetting,
     adversary,
     large_delta,
     not_covered,
@@ -109,7 +109,7 @@ class Statement:
         Number of the ledger's lines.
     note : str
         An additional sentence.
-    run : RunFacts or None
+    run : ReleaseSetting or None
         What is known of the run beside its ledgers; None if nothing is.
     """
 
@@ -124,7 +124,7 @@ class Statement:
     head: str = ""
     lines: int = 0
     note: str = ""
-    run: RunFacts | None = None
+    run: ReleaseSetting | None = None
 
     @classmethod
     def of(

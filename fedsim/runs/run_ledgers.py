@@ -15,7 +15,7 @@ from fedsim.config.plan import with_assumptions
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, Level, Statement, claimed
-from fedsim.privacy.adversary import RunFacts
+from fedsim.privacy.adversary import ReleaseSetting
 from fedsim.privacy.ledger import End, statement_of
 from fedsim.runs.metrics import QUANTILES, MetricsFile, Row, subject
 
@@ -149,7 +149,7 @@ class RunLedgers:
         facts = self._facts()
         return [replace(statement, run=facts) for statement in self._of_ledgers()]
 
-    def _facts(self) -> RunFacts | None:
+    def _facts(self) -> ReleaseSetting | None:
         """What the config and the metrics say of the run; None without a config."""
         config = self.config
         if not config:
@@ -157,19 +157,19 @@ class RunLedgers:
         network = config.get("engine.name") == "deployment"
         unprotected, private = (config.get(f"evaluate.{k}") for k in ("unprotected", "private"))
         if not (unprotected or private):
-            return RunFacts(network)
+            return ReleaseSetting(network)
         rows = MetricsFile(self.path / "metrics.csv").rows() if self.rows is None else self.rows
         shown: dict[str, list[str]] = {}
         for column in dict.fromkeys(name for row in rows for name in row):
             whose = subject(column)
             shown.setdefault(whose, []).append(column.removeprefix(f"{whose}-"))
         if not unprotected:
-            return RunFacts(network, noisy=tuple(shown.get("clients", ())))
+            return ReleaseSetting(network, noisy=tuple(shown.get("clients", ())))
         of_clients = self.of_clients
         if of_clients is None:
             of_clients = splits_of_clients(read_summary(self.path / "summary.json"))
         released = {"clients", "train", *of_clients}
-        return RunFacts(
+        return ReleaseSetting(
             network,
             without_noise=tuple(
                 f"{_listed(shown[split])} {of_whom}"

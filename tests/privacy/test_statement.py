@@ -12,7 +12,7 @@ from ledger_helpers import COHORT, DELTA, ZEROED, release
 
 from fedsim.cohorts import CyclicCohort, FixedCohort, FullCohort, PoissonCohort, SeparatedCohort
 from fedsim.privacy import Accountant, Entry, Event, Ledger
-from fedsim.privacy.adversary import RunFacts
+from fedsim.privacy.adversary import ReleaseSetting
 from fedsim.privacy.laws import FullLaw, PoissonLaw
 from fedsim.privacy.ledger import statement_of
 from fedsim.privacy.losses import gaussian_delta
@@ -194,10 +194,10 @@ def test_what_does_not_apply_to_a_run_is_not_said():
     # Of a ledger alone neither the network nor the metrics are known.
     for part in ("Assumed: that all nodes", "if the run has released any without noise"):
         assert part in str(said)
-    plain = str(replace(said, run=RunFacts(network=False)))
+    plain = str(replace(said, run=ReleaseSetting(network=False)))
     for part in ("Assumed", "metrics", "without noise", "share", "secure", "Declared", "devices"):
         assert part not in plain, part
-    assert "Assumed: that all nodes" in str(replace(said, run=RunFacts(network=True)))
+    assert "Assumed: that all nodes" in str(replace(said, run=ReleaseSetting(network=True)))
     full = Ledger(delta=DELTA)
     full.record(Entry(event=Event.of(FullCohort(100), 3.0)))
     assert "sampling rate" not in str(full.statement())
@@ -205,12 +205,12 @@ def test_what_does_not_apply_to_a_run_is_not_said():
 
 
 def test_metrics_that_a_run_has_released_are_named():
-    facts = RunFacts(network=False, without_noise=("auc, f1 of clients' own evaluations",))
+    facts = ReleaseSetting(network=False, without_noise=("auc, f1 of clients' own evaluations",))
     said = replace(of_one_round(), run=facts)
     named = "metrics that the run has released without noise (auc, f1 of clients' own evaluations)"
     assert f"; {named}." in str(said)
     assert said.to_dict()["not-covered"][1] == named
-    noisy = replace(of_one_round(kind="evaluation"), run=RunFacts(noisy=("accuracy", "loss")))
+    noisy = replace(of_one_round(kind="evaluation"), run=ReleaseSetting(noisy=("accuracy", "loss")))
     assert "the noisy metrics of clients' evaluations (accuracy, loss) is (" in str(noisy)
 
 
