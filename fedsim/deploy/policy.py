@@ -19,7 +19,6 @@ from fedsim.config.release_keys import modules_named, path_keys, text_options
 from fedsim.deploy.party_files import Names, read_table
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import is_shipped
-from fedsim.privacy.noise import share_multiplier
 from fedsim.settings import Ge, Gt, Lt, NotAllowedError, Text
 
 
@@ -348,6 +347,8 @@ class Policy:
                     "node's noise; here it must ask for a share"
                 )
             return
+        from fedsim.federation.aggregation.shares import share_multiplier  # needs torch
+
         multiplier = request.get("share-noise-multiplier")
         if not isinstance(multiplier, int | float):
             raise _refusal(f"share-noise-multiplier is {multiplier!r}; it must be a number")

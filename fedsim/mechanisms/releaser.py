@@ -11,6 +11,7 @@ it came from, as those of an unrounded floating-point sum would (Mironov 2012).
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ from fedsim.mechanisms.base import (
     state_on,
 )
 from fedsim.mechanisms.partial import PartialSum, SegmentSum, SumDefinition
-from fedsim.privacy.noise import Noise, NoiseDraws, NoiseState, check_split, top_up_multiplier
+from fedsim.privacy.noise import Noise, NoiseDraws, NoiseState, check_split
 from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
 
@@ -175,9 +176,7 @@ class Releaser:
         ready = state_on(bounding, self._terms.device)
         return PartialSum(self._terms, {}, [s.select(ready) for s in self._terms.segments])
 
-    def release(
-        self, total: PartialSum, *sources: NoiseSource, asked: int | None = None
-    ) -> Release:
+    def release(self, total: PartialSum, *sources: NoiseSource, missing: float = 1.0) -> Release:
         """Add noise to the sums, once, and divide.
 
         Parameters
@@ -185,14 +184,11 @@ class Releaser:
         total : PartialSum
         sources : NoiseSource
             One for each owner.
-        asked : int, optional
-            For a sum of noisy shares: the number of clients asked for one. The server then adds
-            only the noise of the missing shares.
+        missing : float
+            The part of the noise's variance that the rows do not bring with them, from 0 to 1.
         """
-        drawn_multiplier = None
-        if asked is not None:
-            drawn_multiplier = partial(top_up_multiplier, asked=asked, usable=total.count)
-        units, noise_state = self.noised(total, sources, drawn_multiplier)
+        drawn = None if missing == 1 else partial(operator.mul, math.sqrt(missing))
+        units, noise_state = self.noised(total, sources, drawn)
         state: dict[str, Tensor] = {NOISE_PREFIX + k: tensor for k, tensor in noise_state.items()}
         info: dict[str, float] = {}
         means, sides = [], self._noisy_sides(total, units)
@@ -256,8 +252,7 @@ class Releaser:
         Parameters
         ----------
         drawn_multiplier : callable, optional
-            Maps a noise multiplier, or a tensor of them, to the one to draw at: that of a share,
-            or of a top-up.
+            Maps a noise multiplier, or a tensor of them, to the one to draw at.
         """
         grids, split, multipliers = total.grids, self._terms.split, self._multipliers
         noise_state: NoiseState = {

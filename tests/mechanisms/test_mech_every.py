@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.share_sums import add_shares
+from fedsim.federation.aggregation.shares import missing_share, share_multiplier
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
@@ -32,7 +33,6 @@ from fedsim.mechanisms import (
     Release,
     State,
 )
-from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.rows import DenseRows, Layout
 
 NAN = float("nan")
@@ -290,7 +290,7 @@ def test_noise_has_the_stated_variance_wherever_it_is_drawn(
             )
         )  # fmt: skip
     release = releasing.release(
-        total, source(99), asked={"server": None, "empty": 0}.get(placement, asked)
+        total, source(99), missing=1 if placement == "server" else 1 - total.count / asked
     )
     clean = one_round(mechanism, state, rows[:arrived], z=0.0)
     residual = ((release.mean - clean.mean) * 10 / std).numpy()
@@ -319,8 +319,8 @@ def test_a_scalars_noise_has_the_stated_variance_on_both_placements() -> None:
                 add_shares(
                     total, shares_of(mechanism, {}, rows, z, 8.0, sources(t, n), sides=sides)
                 )
-            asked = None if placement == "server" else n
-            release = releasing.release(total, source(1, t), asked=asked)
+            missing = 1 if placement == "server" else missing_share(n, total.count)
+            release = releasing.release(total, source(1, t), missing=missing)
             values.append((release.sides["loss"] - clean) * 8 / (z / 0.3**0.5 * 2))
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], 300)
     assert all(low < float(np.sum(np.square(values))) < high for values in found.values())
@@ -330,7 +330,7 @@ def test_a_scalars_noise_has_the_stated_variance_on_both_placements() -> None:
 def test_under_full_participation_a_share_is_das_own() -> None:
     """z C / sqrt(r) for each of r clients, and nothing from the server."""
     assert share_multiplier(3.0, 100) == pytest.approx(0.3)
-    assert top_up_multiplier(3.0, 100, 100) == 0
+    assert missing_share(100, 100) == 0
 
 
 def test_without_privacy_there_is_nothing_to_share() -> None:
@@ -346,7 +346,7 @@ def test_a_client_that_sends_a_malformed_share_is_dropped_and_topped_up_for() ->
     total = releasing.start({})
     add_shares(total, shares)
     assert (total.count, total.rejected) == (3, 1)
-    release = releasing.release(total, source(5), asked=4)
+    release = releasing.release(total, source(5), missing=missing_share(4, total.count))
     assert release.mean.std().item() * 4 == pytest.approx(2.0, rel=0.06)
 
 

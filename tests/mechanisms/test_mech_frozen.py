@@ -46,7 +46,7 @@ class OneReleaser:
         releaser = Releaser(plan_of(mechanism, noise, 7.0), layout)
         total = releaser.start(state)
         add_shares(total, sent)
-        release = releaser.release(total, server, asked=10)
+        release = releaser.release(total, server, missing=1 - total.count / 10)
         counts = {"count": total.count}
         rows, scalars = numbers_in(replace(sent, units=sent.units[sent.usable]), total)
         parts = [rows, sent.usable.double(), *scalars.values()]

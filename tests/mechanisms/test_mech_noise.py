@@ -10,8 +10,8 @@ from scipy import special, stats
 
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.share_sums import add_shares
+from fedsim.federation.aggregation.shares import missing_share, share_multiplier
 from fedsim.mechanisms import Clipping, Mechanism, NoiseSource, Normalization
-from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exact import grid_unit
@@ -49,14 +49,14 @@ def test_the_global_generators_are_neither_read_nor_moved() -> None:
 def test_shares_and_top_up_add_up_whoever_drops_out(asked: int) -> None:
     for usable in {0, 1, asked // 2, asked}:
         shares = usable * share_multiplier(1.7, asked) ** 2
-        assert shares + top_up_multiplier(1.7, asked, usable) ** 2 == pytest.approx(1.7**2)
-    assert top_up_multiplier(1.7, 0, 0) == 1.7
+        assert shares + 1.7**2 * missing_share(asked, usable) == pytest.approx(1.7**2)
+    assert missing_share(0, 0) == 1
 
 
 @pytest.mark.parametrize(("asked", "usable"), [(3, 4), (0, 1), (3, -1)])
 def test_more_shares_than_were_asked_for_are_refused(asked: int, usable: int) -> None:
     with pytest.raises(FedsimError, match="usable"):
-        top_up_multiplier(1.0, asked, usable)
+        missing_share(asked, usable)
 
 
 def test_the_means_noise_is_alike_on_both_placements() -> None:
@@ -69,7 +69,7 @@ def test_the_means_noise_is_alike_on_both_placements() -> None:
     add_shares(total, shares_of(mechanism, {}, rows, z, 8.0, sources(1, n)))
     residuals = [
         one_round(mechanism, {}, rows, z, 1.0, source(2)).mean - clean,
-        client.release(total, source(2), asked=n).mean - clean,
+        client.release(total, source(2), missing=1 - total.count / n).mean - clean,
     ]
     assert stats.ks_2samp(*(r.numpy() for r in residuals)).pvalue > 1e-4
     assert residuals[0].std().item() == pytest.approx(2 * z, rel=0.03)

@@ -9,10 +9,10 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from fedsim.federation.aggregation.shares import missing_share, share_multiplier
 from fedsim.privacy import Accountant, Event
 from fedsim.privacy.laws import FullLaw
 from fedsim.privacy.losses import gaussian_epsilon
-from fedsim.privacy.noise.base import share_multiplier, top_up_multiplier
 
 DELTA = 1e-5
 
@@ -75,5 +75,5 @@ def test_missing_and_known_shares_cost_what_is_left_of_the_noise(
     left = share * math.sqrt(100 - missing - colluding)
     assert gaussian_epsilon(1 / left, DELTA) == pytest.approx(server, abs=1e-4)
     if outsider is not None:
-        topped_up = math.hypot(left, top_up_multiplier(1.0, 100, 100 - missing))
+        topped_up = math.hypot(left, math.sqrt(missing_share(100, 100 - missing)))
         assert gaussian_epsilon(1 / topped_up, DELTA) == pytest.approx(outsider, abs=1e-4)

@@ -142,7 +142,7 @@ class OneByOne(Releaser):
         own = [{name: tensor[k] for name, tensor in state.items()} for k in range(active)]
         return Sums([one.start(its) for one, its in zip(self.alone, own, strict=False)])
 
-    def release(self, total, *sources, asked=None):
+    def release(self, total, *sources):
         made = [
             one.release(partial, source)
             for one, partial, source in zip(self.alone, total.sums, sources, strict=False)

@@ -211,9 +211,9 @@ class ServerSum:
         self._prefetched_noise: NoiseSource | None = None
 
     @property
-    def shares_asked(self) -> int | None:
-        """Number of clients asked for shares of the noise; None where the server draws it."""
-        return None
+    def missing_noise(self) -> float:
+        """The part of the noise's variance that the server adds, from 0 to 1."""
+        return 1.0
 
     @property
     def lost(self) -> str | None:
@@ -320,7 +320,7 @@ class ServerSum:
     def release(self) -> Release:
         """The round's one release."""
         total, source = self.total, self._prefetched_noise or self._noise_source()
-        return self.releaser.release(total, source, asked=self.shares_asked)
+        return self.releaser.release(total, source, missing=self.missing_noise)
 
 
 Aggregation = Callable[[AggregationSettings, Instructions, State, bool], ServerSum]

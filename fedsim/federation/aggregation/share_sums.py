@@ -21,13 +21,14 @@ from fedsim.federation.aggregation.shares import (
     ShareRequest,
     Shares,
     make_shares,
+    missing_share,
+    share_multiplier,
     share_sizes,
     split,
 )
 from fedsim.federation.arrays import array_record
 from fedsim.federation.replies import Reply, read
 from fedsim.mechanisms import PartialSum
-from fedsim.privacy.noise import share_multiplier
 from fedsim.rows.block import Block
 from fedsim.rows.exact import RowMasks
 
@@ -88,7 +89,10 @@ class ClientShares(ShareSum):
         """One for each client that was asked."""
         return self.summing.asked
 
-    shares_asked = parts
+    @property
+    def missing_noise(self) -> float:
+        """That of the shares that are missing."""
+        return missing_share(self.parts, self.total.count)
 
     def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """Decode messages; they must have a share, and the flag whether its row was finite."""

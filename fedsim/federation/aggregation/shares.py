@@ -26,7 +26,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
 from fedsim.mechanisms.releaser import NoisySum
-from fedsim.privacy.noise import Independent, Noise, share_multiplier
+from fedsim.privacy.noise import Independent, Noise
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.dense import Weights
@@ -142,6 +142,24 @@ def _int(entries: Mapping[str, object], key: str) -> int:
     if not isinstance(value, int):
         raise ValueError(f"the message's {key} is {value!r}; it must be a whole number.")
     return value
+
+
+def share_multiplier(noise_multiplier: float, asked: int) -> float:
+    """Noise multiplier of one client's share among ``asked`` clients: ``z / sqrt(asked)``."""
+    if asked < 1:
+        raise FedsimError(f"asked is {asked}; a share needs at least one client asked.")
+    return noise_multiplier / math.sqrt(asked)
+
+
+def missing_share(asked: int, usable: int) -> float:
+    """Part of the noise's variance that the server adds to ``usable`` of ``asked`` shares.
+
+    It is ``1 - usable / asked``, and 1 for an empty cohort: the variance of the noise on the sum is
+    then z^2 C^2 for any cohort size and any number of dropouts.
+    """
+    if not 0 <= usable <= asked:
+        raise FedsimError(f"usable is {usable}; it must lie between 0 and asked, {asked}.")
+    return 1 - usable / asked if asked else 1.0
 
 
 def refuse_undivided(noisy_sum: NoisySum) -> None:

@@ -8,8 +8,6 @@ from fedsim.privacy.noise.base import (
     NoiseState,
     check_split,
     part_multiplier,
-    share_multiplier,
-    top_up_multiplier,
 )
 from fedsim.privacy.noise.correlated import Correlated, Toeplitz
 from fedsim.privacy.noise.independent import Independent
@@ -23,6 +21,4 @@ __all__ = [
     "Toeplitz",
     "check_split",
     "part_multiplier",
-    "share_multiplier",
-    "top_up_multiplier",
 ]

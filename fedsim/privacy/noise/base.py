@@ -169,23 +169,3 @@ def check_split(
             f"they protect no better than one of {squares**-0.5:g} (the sum of their 1/z^2 may "
             "not exceed its)."
         )
-
-
-def share_multiplier(noise_multiplier: float, asked: int) -> float:
-    """Noise multiplier of one client's share among ``asked`` clients: ``z / sqrt(asked)``."""
-    if asked < 1:
-        raise FedsimError(f"asked is {asked}; a share needs at least one client asked.")
-    return noise_multiplier / math.sqrt(asked)
-
-
-def top_up_multiplier(noise_multiplier: float, asked: int, usable: int) -> float:
-    """Noise multiplier of the server's top-up when ``usable`` of ``asked`` shares arrived.
-
-    It is ``z * sqrt(1 - usable / asked)``, and z for an empty cohort. The variance of the noise on
-    the sum is then z^2 C^2 for any cohort size and any number of dropouts.
-    """
-    if not 0 <= usable <= asked:
-        raise FedsimError(f"usable is {usable}; it must lie between 0 and asked, {asked}.")
-    if asked == 0:
-        return noise_multiplier
-    return noise_multiplier * math.sqrt(1 - usable / asked)

@@ -41,10 +41,9 @@ from fedsim.federation.aggregation.secagg.protocol import (
     public_key,
 )
 from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
-from fedsim.federation.aggregation.shares import share_sizes, split
+from fedsim.federation.aggregation.shares import share_multiplier, share_sizes, split
 from fedsim.federation.replies import Reply, error_reason
 from fedsim.mechanisms import PartialSum, Release
-from fedsim.privacy.noise import share_multiplier
 from fedsim.rows.block import Block, Reason
 from fedsim.rows.exact import RowMasks
 
@@ -271,8 +270,7 @@ class SecureSum(ShareSum):
 
     def release(self) -> Release:
         """The round's one release: the shares contain all of its noise."""
-        total = self.total
-        return self.releaser.release(total, self._noise_source(), asked=total.count)
+        return self.releaser.release(self.total, self._noise_source(), missing=0.0)
 
     def _take(self, sums: PartialSum, words: Words, count: int) -> None:
         """Add an unmasked sum of ``count`` shares.
