@@ -71,13 +71,12 @@ def _outside_release(table: type[ConfigTable], marked: bool = False) -> Iterator
 def split_settings(config: RunConfig, objects: str | None = None) -> dict[str, Scalar]:
     """The population, and the settings that determine which client has which examples.
 
-    Only if they are equal are two runs about the same clients, so that their costs add up. In a
-    deployment nodes have their own examples. Python objects enter by their public properties, as
-    in ``objects``; by default the config's.
+    Only if they are equal are two runs about the same clients, so that their costs add up. They are
+    the same on all engines, also where nodes have their own examples: a run's ledger does not
+    depend on its engine. Python objects enter by their public properties, as in ``objects``; by
+    default the config's.
     """
     population: dict[str, Scalar] = {"population": config.partition.clients}
-    if config.engine.name == "deployment":
-        return population
     seed = ("seed",) if getattr(config.partition.find(), "drawn", True) else ()
     outside = {*keys_outside_release(), "partition.clients", "data.normalize"}
     given = (config.objects if objects is None else objects).split(", ")

@@ -399,6 +399,7 @@
 
     draw() {
       const { values, columns, ticks, labels, x, y } = this.spec, wide = (this.width = this.plot.clientWidth);
+      if (!wide) return; // not laid out yet
       const longest = Math.floor(wide / 3 / LETTER);
       const short = labels.map((label) => (label.length > longest ? `${label.slice(0, longest - 1)}…` : label));
       this.tall = values.length > 12 ? 14 : 20;
