@@ -156,7 +156,7 @@ def audit_config(
         be run (with the message of `fedsim run`); before any work.
     """
     check_numbers(confidence, runs or None)
-    _refuse_without_claim(config, rounds)
+    refuse_without_claim(config, rounds)
     resolved = resolve(config)
     resolved.plan.check_entropy("system")  # an audit tests a guarantee, whatever the seed
     check(resolved)
@@ -224,7 +224,8 @@ def _assumptions(resolved: Resolved, claim: PlanClaim) -> dict[str, str]:
     }
 
 
-def _refuse_without_claim(config: RunConfig, rounds: int) -> None:
+def refuse_without_claim(config: RunConfig, rounds: int) -> None:
+    """Raise a `FedsimError` if the config claims no privacy, or there are no rounds to audit."""
     if rounds < 1:
         raise FedsimError(f"rounds is {rounds}; it must be at least 1.")
     if config.client.private or config.private:

@@ -18,9 +18,9 @@ from whitebox.target import StrategyTarget
 
 from fedsim.audit.checks import Finding, findings
 from fedsim.audit.claim import Claim
+from fedsim.audit.config_audit import refuse_without_claim
 from fedsim.audit.verdict import Verdict, check_numbers, silenced_logs
 from fedsim.config import RunConfig
-from fedsim.errors import FedsimError
 from fedsim.runs import factories
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
@@ -63,7 +63,7 @@ def audit_config(
         be run (with the message of `fedsim run`); before any work.
     """
     check_numbers(confidence, runs or None, canaries)
-    _refuse_without_claim(config, rounds)
+    refuse_without_claim(config, rounds)
     resolved = resolve(config)
     check(resolved)
     evidence = ConfigEvidence(resolved, seed)
@@ -123,22 +123,6 @@ def audit_config(
             f"{guessed.claim.epsilon:.4g}"
         )
     return verdict, assumptions
-
-
-def _refuse_without_claim(config: RunConfig, rounds: int) -> None:
-    if rounds < 1:
-        raise FedsimError(f"rounds is {rounds}; it must be at least 1.")
-    if config.client.private or config.private:
-        return
-    if config.mechanism.name == "none":
-        raise FedsimError(
-            "mechanism.name = 'none' claims no client-level privacy, so there is nothing to "
-            "audit; choose one such as 'clipping'."
-        )
-    raise FedsimError(
-        "noise.multiplier = 0.0 claims no privacy, so there is nothing to audit; it must "
-        "be greater than 0."
-    )
 
 
 def _rounds(target: StrategyTarget) -> str:
