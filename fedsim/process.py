@@ -76,7 +76,31 @@ def thread_pool(count: int) -> Iterator[ThreadPoolExecutor]:
 
 _log = logging.getLogger("fedsim")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+def _handlers() -> dict[int, Any]:
+    """Handlers of Ctrl-C and SIGTERM, without those from C, which Python cannot install again."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
+
+
+@contextmanager
+def _handled(
+    before: dict[int, Any], handle: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handle the signals of ``before`` by ``handle``, and then by their own handlers again.
+
+    Only the main thread can install handlers; in any other this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -89,8 +113,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
     """
     ending = False
     terminated = False
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    before: dict[int, Any] = {n: handler for n, handler in handlers.items() if handler is not None}
+    before = _handlers()
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal ending, terminated
@@ -110,16 +133,9 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
         _log.warning("ending after this round; interrupt again to end at once.")
 
     try:
-        for number in before:
-            signal.signal(number, handle)
-    except ValueError:  # not the main thread: its owner decides
-        yield
-        return
-    try:
-        yield
+        with _handled(before, handle):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if terminated:
             signal.raise_signal(signal.SIGTERM)
 
@@ -128,8 +144,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
 def deferred_signals() -> Iterator[None]:
     """Handle a first Ctrl-C or SIGTERM at the end of the context; a second one at once."""
     arrived: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    before: dict[int, Any] = {n: handler for n, handler in handlers.items() if handler is not None}
+    before = _handlers()
 
     def defer(number: int, _frame: FrameType | None) -> None:
         if arrived:
@@ -137,16 +152,9 @@ def deferred_signals() -> Iterator[None]:
         arrived.append(number)
 
     try:
-        for number in before:
-            signal.signal(number, defer)
-    except ValueError:  # not the main thread, which alone handles signals
-        yield
-        return
-    try:
-        yield
+        with _handled(before, defer):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for number in arrived:
             signal.raise_signal(number)
 
