@@ -78,11 +78,6 @@ def _page(record: RunRecord) -> str:
     return html
 
 
-def rewrite_page(path: Path) -> None:
-    """Write the report of a run again after its directory has moved."""
-    RunDirectory(path).save_report(_page(whole_record(path)))
-
-
 def whole_record(path: Path) -> RunRecord:
     """Read a run's files; if it was interrupted, compute the missing summary from its model.
 
