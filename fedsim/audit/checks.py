@@ -123,12 +123,6 @@ def untested(examined: str, why: str) -> Finding:
     return replace(invariant(examined, None, why), tested=False)
 
 
-def omitted_checks(checks: Iterable[Check], examined: str, why: str) -> Gathered:
-    """Checks whose sample could not be made, and why, for `findings`."""
-    finding = untested(examined, why)
-    return lambda: finding, [replace(check, test=lambda finding: finding) for check in checks]
-
-
 @dataclass(frozen=True)
 class Statistic:
     """Statistics of one kind, each with a known distribution if the claim is true.

@@ -67,14 +67,6 @@ class NoiseSample:
         runs, rounds, d = z.shape
         return cls(z, layers, f"{runs} x {rounds} rounds of {d:,} coordinates", sizes)
 
-    @classmethod
-    def of_steps(cls, steps: Floats, layers: Sequence[slice]) -> NoiseSample | None:
-        """Make a sample of releases ``[..., d]`` in grid steps, without rows of NaN."""
-        rows = steps.reshape(-1, steps.shape[-1])
-        rows = rows[np.isfinite(rows).all(-1)]
-        examined = f"{len(rows)} releases of {rows.shape[-1]:,} coordinates"
-        return cls(rows[None], layers, examined) if len(rows) else None
-
     @property
     def rows(self) -> Floats:
         """Rounds of all runs, ``[n, d]``."""

@@ -33,7 +33,7 @@ from fedsim.audit.checks import (
 )
 from fedsim.cohorts import Cohort
 from fedsim.privacy import Event
-from fedsim.privacy.laws import Inclusion, Participation
+from fedsim.privacy.laws import Inclusion
 from fedsim.randomness import Draws, Randomness
 
 FEWEST = 25.0
@@ -68,8 +68,6 @@ class Sampled:
         Inclusion probabilities of the event's law, if it declares them.
     probabilities : float64 ``[rounds, population]``, optional
         Probabilities of an `InclusionSampler`.
-    participation : Participation or None
-        Which rounds of a run a row can be in.
     """
 
     membership: Floats
@@ -79,7 +77,6 @@ class Sampled:
     fault: str | None
     law: Inclusion | None
     probabilities: Floats | None
-    participation: Participation | None = None
 
     @classmethod
     def of(
@@ -89,7 +86,6 @@ class Sampled:
         population: int,
         rows: str = "clients",
         probabilities: Floats | None = None,
-        participation: Participation | None = None,
     ) -> Sampled:
         """Make it from the ids of all runs' rounds, and one run's ``[rounds, population]``.
 
@@ -112,13 +108,7 @@ class Sampled:
             probabilities = np.concatenate([probabilities[:length] for length in lengths])
         examined = f"{len(rounds):,} rounds over {population:,} {rows}"
         law = event.law.inclusion(population)
-        return cls(membership, lengths, event, examined, fault, law, probabilities, participation)
-
-    @property
-    def limits_participation(self) -> bool:
-        """Whether the plan limits the rounds that a row can be in."""
-        plan = self.participation
-        return not self.fault and plan is not None and plan.participations < plan.rounds
+        return cls(membership, lengths, event, examined, fault, law, probabilities)
 
     @property
     def client_rates(self) -> bool:

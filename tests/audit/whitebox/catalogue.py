@@ -5,7 +5,8 @@ Checks of the same sample are grouped; `whitebox.evidence` gathers the samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from whitebox import ledger_checks as ledger
@@ -13,11 +14,17 @@ from whitebox import plan_checks as plan
 
 from fedsim.audit import catalogue as own
 from fedsim.audit import noise_checks as noise
-from fedsim.audit.checks import Check, Finding, Part, checks_of, invariant
+from fedsim.audit.checks import Check, Finding, Gathered, Part, checks_of, invariant, untested
 
 Test = Callable[..., Finding]
 TOO_LONG = "rows longer than C pass"
 NOT_COVERED = "statistics are released without noise"
+
+
+def omitted_checks(checks: Iterable[Check], examined: str, why: str) -> Gathered:
+    """Checks whose sample could not be made, and why, for `findings`."""
+    finding = untested(examined, why)
+    return lambda: finding, [replace(check, test=lambda finding: finding) for check in checks]
 
 
 def bound(name: str, cause: str = TOO_LONG) -> tuple[Check, ...]:
@@ -58,14 +65,10 @@ RESUME = checks_of("noise",
 ADDRESSES = checks_of("noise",
     ("addresses of draws", plan.addresses_once, "a random number is used twice"))
 
-NOISE, LOW_BITS, DECLARED_LAW = own.NOISE, own.LOW_BITS, own.DECLARED_LAW
-DRAWS = (
-    *own.DRAWS,
-    *checks_of("plan",
-        ("rounds of each client", plan.participations,
-         "rows are in more rounds than the plan counts on"),
-        fits=lambda sampled: sampled.limits_participation),
-)
+NOISE, LOW_BITS, DRAWS, DECLARED_LAW = own.NOISE, own.LOW_BITS, own.DRAWS, own.DECLARED_LAW
+PARTICIPATIONS = checks_of("plan",
+    ("rounds of each client", plan.participations,
+     "rows are in more rounds than the plan counts on"))
 PASSES = checks_of("sampler", ("passes", plan.passes, "batches overlap within a pass"))
 SAME_COHORTS = checks_of("sampler",
     ("draws and data", plan.same_cohorts, "updates influence who is sampled"))

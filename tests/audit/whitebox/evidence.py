@@ -20,13 +20,14 @@ from whitebox.neighbouring_runs import ClientNeighbours
 from whitebox.plan_checks import NoiseOnly, equal_sum_runs
 from whitebox.target import Observation, StrategyTarget, Target, parameters
 
-from fedsim.audit.checks import Finding, Floats, Gathered, invariant, omitted_checks
+from fedsim.audit.checks import Finding, Floats, Gathered, invariant
 from fedsim.audit.claim import Claim
 from fedsim.audit.noise_checks import NoiseSample, presence
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
+from fedsim.privacy.laws import Participation
 from fedsim.privacy.plan import of_user
 
 MOST_ROUNDS = 1000
@@ -131,8 +132,12 @@ class Evidence:
 
     @cached_property
     def grid(self) -> NoiseSample | None:
-        """These releases in grid steps."""
-        return NoiseSample.of_steps(self._noise[1], self.target.columns)
+        """These releases in grid steps, without rows of NaN."""
+        steps = self._noise[1]
+        rows = steps.reshape(-1, steps.shape[-1])
+        rows = rows[np.isfinite(rows).all(-1)]
+        examined = f"{len(rows)} releases of {rows.shape[-1]:,} coordinates"
+        return NoiseSample(rows[None], self.target.columns, examined) if len(rows) else None
 
     @cached_property
     def _small(self) -> tuple[Target, list[Observation]]:
@@ -275,6 +280,7 @@ class ClientEvidence(Evidence):
         yield lambda: (self.claim, self.seed), catalogue.CLAIM
         if self.present:
             yield lambda: self.sampled, catalogue.DRAWS
+            yield lambda: self.participation, catalogue.PARTICIPATIONS
             yield lambda: self.resumed, catalogue.RESUME
             yield lambda: self.declared_law, catalogue.DECLARED_LAW
             # Two runs of one seed, whose clients send different rows.
@@ -287,7 +293,7 @@ class ClientEvidence(Evidence):
     def _checks_of_canaries(self) -> Iterator[Gathered]:
         moved = catalogue.moved_by("client")
         if self._canary_round is None:
-            yield omitted_checks(
+            yield catalogue.omitted_checks(
                 (*catalogue.CANARIES, *moved, *catalogue.TOGETHER, *catalogue.LEAVES),
                 f"{min(FEW_ROUNDS, self.target.rounds)} rounds with each of {SEEDS_TRIED:,} seeds",
                 "the canary, which is the last client, is never sampled",
@@ -310,13 +316,14 @@ class ClientEvidence(Evidence):
         if isinstance(cohort, InclusionSampler):
             chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
         cohorts = [run.sampled for run in (*self.runs, *self._small[1])]
-        return Sampled.of(
-            cohorts,
-            target.event,
-            target.population,
-            probabilities=chances,
-            participation=target.plan.sampler.participation(target.rounds),
-        )
+        return Sampled.of(cohorts, target.event, target.population, probabilities=chances)
+
+    @property
+    def participation(self) -> tuple[Sampled, Participation] | None:
+        """These cohorts, and the rounds that a client can be in; None if the plan limits none."""
+        plan = self.target.plan.sampler.participation(self.target.rounds)
+        limited = plan.participations < plan.rounds and not self.sampled.fault
+        return (self.sampled, plan) if limited else None
 
     @property
     def declared_law(self) -> tuple[Cohort, Event, int, int] | None:

@@ -25,7 +25,7 @@ from whitebox.neighbouring_runs import Neighbours
 from whitebox.plan_checks import ExampleRun
 from whitebox.target import Observation, Target, parameters
 
-from fedsim.audit.checks import Finding, Floats, Gathered, Ids, omitted_checks
+from fedsim.audit.checks import Finding, Floats, Gathered, Ids
 from fedsim.audit.claim import Claim
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import distinguish
@@ -244,7 +244,7 @@ class ExampleEvidence(Evidence):
         if self._canary_batch is None:
             examined = f"the batches of each of {SEEDS_TRIED} seeds"
             why = "the canary, which is the last example, is in no batch"
-            yield omitted_checks((*catalogue.REPORTS, *moved), examined, why)
+            yield catalogue.omitted_checks((*catalogue.REPORTS, *moved), examined, why)
         else:
             yield lambda: self.neighbours, catalogue.REPORTS
             yield lambda: self.neighbours.moved, moved

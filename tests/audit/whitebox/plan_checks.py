@@ -22,6 +22,7 @@ from fedsim.audit.checks import Finding, Floats, Ids, invariant, untested
 from fedsim.audit.noise_checks import pairs, repeats
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.privacy import Entry
+from fedsim.privacy.laws import Participation
 from fedsim.randomness import Address
 
 SEEDS = 96
@@ -78,10 +79,9 @@ class NoiseOnly:
         return dict(zip(statistics[0], stds.tolist(), strict=True))
 
 
-def participations(sampled: Sampled) -> Finding:
+def participations(sampled: Sampled, plan: Participation) -> Finding:
     """Whether rows take part as rarely, and as far apart, as the plan's sensitivity assumes."""
-    plan, first, fault = sampled.participation, 0, None
-    assert plan is not None
+    first, fault = 0, None
     for length in sampled.lengths:
         members = sampled.membership[first : first + length]
         first += length
