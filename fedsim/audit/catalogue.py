@@ -25,14 +25,6 @@ NOISE = checks_of("noise",
     ("shifts in rounds and coordinates", noise.shifts, "overlapping streams of random numbers"),
     ("size against the cohort's", noise.against_sizes, "noise depends on who was sampled"),
 )
-LOW_BITS = (
-    *checks_of("noise", ("rounding to the grid", noise.rounding, "low bits show the sum")),
-    *checks_of("noise",
-        ("equal values", noise.equal_values, "noise has too few values"),
-        ("low bits", noise.low_bits, "low bits show the sum"),
-        ("low bits in pairs of rounds", noise.low_bits_of_pairs, "low bits are used again"),
-        fits=lambda grid: grid.on_grid),
-)
 DRAWS = (
     *checks_of("sampler", ("sampled ids", sampling.ids, "sampling with replacement")),
     *checks_of("sampler",

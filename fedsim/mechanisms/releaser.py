@@ -298,9 +298,6 @@ def _noise_sizes(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> di
 
 Array = npt.NDArray[np.float64]
 
-NUMBERS = 64
-"""Upper limit of the numbers of several draws within one round or step."""
-
 
 @dataclass(frozen=True)
 class NoiseSource:

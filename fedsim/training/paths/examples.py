@@ -167,8 +167,11 @@ class OneByOne(GradientMethod):
             leaves = {k: v.detach().requires_grad_() for k, v in named.items()}
             memory = nullcontext() if self.state.stateless else MemoryRestored()
             with (
-                torch.enable_grad(), seeded(seed, theta.device), self.state.restored(), memory,
-            ):  # fmt: skip
+                torch.enable_grad(),
+                seeded(seed, theta.device),
+                self.state.restored(),
+                memory,
+            ):
                 outputs = call_with(self.model, leaves, x[j : j + 1].clone())
                 (loss,) = self.loss(outputs, y[j : j + 1])
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from whitebox import grid_checks as grid
 from whitebox import ledger_checks as ledger
 from whitebox import plan_checks as plan
 
@@ -49,7 +50,7 @@ def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
 # fmt: off
 PRESENCE = checks_of("noise", ("presence", noise.presence, "noise is left out"))
 FEW_COORDINATES = checks_of("noise",
-    ("size in any direction", noise.covariance, "a direction without noise"))
+    ("size in any direction", grid.covariance, "a direction without noise"))
 SYSTEM_NOISE = checks_of("noise", ("noise with system entropy", plan.system_noise, "too few seeds"))
 SEEDS = checks_of("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
 ANOTHER_RUN = checks_of("noise",
@@ -65,7 +66,15 @@ RESUME = checks_of("noise",
 ADDRESSES = checks_of("noise",
     ("addresses of draws", plan.addresses_once, "a random number is used twice"))
 
-NOISE, LOW_BITS, DRAWS, DECLARED_LAW = own.NOISE, own.LOW_BITS, own.DRAWS, own.DECLARED_LAW
+LOW_BITS = (
+    *checks_of("noise", ("rounding to the grid", grid.rounding, "low bits show the sum")),
+    *checks_of("noise",
+        ("equal values", grid.equal_values, "noise has too few values"),
+        ("low bits", grid.low_bits, "low bits show the sum"),
+        ("low bits in pairs of rounds", grid.low_bits_of_pairs, "low bits are used again"),
+        fits=grid.on_grid),
+)
+NOISE, DRAWS, DECLARED_LAW = own.NOISE, own.DRAWS, own.DECLARED_LAW
 PARTICIPATIONS = checks_of("plan",
     ("rounds of each client", plan.participations,
      "rows are in more rounds than the plan counts on"))
