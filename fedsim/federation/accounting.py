@@ -167,19 +167,16 @@ class Accounting:
         str or None
             Why this round may not be made: another process has spent the budget since `stops`.
         """
-        self.ledger.refresh()
-        entries = self._entries(server_round, clip_norm)
+
+        def due() -> Sequence[Entry]:
+            entries = self._entries(server_round, clip_norm)
+            if entries[-1].through is None or not self.plan.separable:
+                return entries
+            whole = partial(self._whole, server_round, clip_norm)
+            return self.ledger.longest(whole, self.plan.rounds or 1, self._budget)
+
         try:
-            if entries[-1].through is None:
-                self.ledger.record(*entries, budget=self._budget)
-            elif self.plan.separable:
-                self.ledger.record_longest(
-                    partial(self._whole, server_round, clip_norm),
-                    self.plan.rounds or 1,
-                    self._budget,
-                )
-            else:
-                self.ledger.record(*entries, budget=self._budget)
+            self.ledger.record_due(due, self._budget)
         except BudgetSpentError as error:
             return str(error).removesuffix(".")
         return None
@@ -228,7 +225,9 @@ class Accounting:
             return [*self._evaluations(done, done + count), rest]
 
         with suppress(BudgetSpentError):  # it does not afford a single round more
-            self.ledger.record_longest(entries, rounds - done, self._budget)
+            self.ledger.record_due(
+                lambda: self.ledger.longest(entries, rounds - done, self._budget), self._budget
+            )
 
     def spent(self, rounds_done: int) -> str:
         """The cost so far, as text for a progress line."""

@@ -503,13 +503,34 @@ class Ledger:
         for entry in entries:
             require("entry", entry, expected(Entry))
         require("budget", budget, expected(Budget | None))
-        budget = self._own_budget(budget)
-        self._write(lambda: self._affordable(entries, budget))
+        self.record_due(lambda: entries, budget)
 
-    def record_longest(
+    def record_due(
+        self, entries: Callable[[], Sequence[Entry]], budget: Budget | None = None
+    ) -> None:
+        """Record what is due by the lines that are there: `record`, for costs that depend on them.
+
+        Whether a round was drawn or paid before is thus seen in the file that the line enters, and
+        not in an earlier state of it.
+
+        Parameters
+        ----------
+        entries : callable
+            Called under the lock, when all lines of others have been read; perhaps more than once.
+            If it returns none, nothing is written.
+
+        Raises
+        ------
+        OverBudgetError, FedsimError
+            As `record` does.
+        """
+        budget = self._own_budget(budget)
+        self._write(lambda: self._affordable(entries(), budget))
+
+    def longest(
         self, entries_of: Callable[[int], Sequence[Entry]], most: int, budget: Budget | None = None
-    ) -> int:
-        """Record as many rounds of a plan as the budget affords, as one line; returns the number.
+    ) -> Sequence[Entry]:
+        """Entries that charge as many rounds of a plan as the budget affords, and at least one.
 
         Parameters
         ----------
@@ -517,28 +538,14 @@ class Ledger:
             Entries that charge so many rounds.
         most : int
             Number of rounds of the plan.
-
-        Raises
-        ------
-        OverBudgetError
-            If the budget does not allow one round.
-        FedsimError
-            As `record` does.
         """
-        budget, rounds = self._own_budget(budget), 0
-
-        def entries() -> Sequence[Entry]:
-            nonlocal rounds
-            rounds = most
-            if budget is not None and self.over(budget, entries_of(most)):
-                affordable = [*range(1, most)]
-                rounds = bisect(
-                    affordable, False, key=lambda n: bool(self.over(budget, entries_of(n)))
-                )
-            return self._affordable(entries_of(max(rounds, 1)), budget)
-
-        self._write(entries)
-        return rounds
+        budget = self._own_budget(budget)
+        if budget is None or not self.over(budget, entries_of(most)):
+            return entries_of(most)
+        affordable = bisect(
+            [*range(1, most)], False, key=lambda n: bool(self.over(budget, entries_of(n)))
+        )
+        return entries_of(max(affordable, 1))
 
     def _own_budget(self, budget: Budget | None) -> Budget | None:
         if budget is None and self.max_epsilon not in (None, math.inf):
@@ -571,7 +578,7 @@ class Ledger:
         return tuple(over)
 
     def _write(self, entries: Callable[[], Sequence[Entry]]) -> None:
-        """Add a line of what ``entries`` returns, which is called under the lock."""
+        """Add a line of what ``entries`` returns, which is called under the lock, if of any."""
         if self.read_only:
             raise FedsimError(f"ledger {self.path} was opened for reading only.")
         if self.path is None:
@@ -584,14 +591,16 @@ class Ledger:
                 if self.header is not None:
                     raise FedsimError(f"ledger {self.path} was removed while it was in use.")
                 lines = self._new_lines(entries())
+                if not lines:
+                    return
                 if durable.create(self.path, b"".join(lines)):
                     self._accept(*lines)
                     return
             else:
                 with self._locked() as file:
-                    lines = self._new_lines(entries())
-                    durable.append(file, b"".join(lines))
-                    self._accept(*lines)
+                    if lines := self._new_lines(entries()):
+                        durable.append(file, b"".join(lines))
+                        self._accept(*lines)
                     return
 
     @contextmanager
@@ -605,7 +614,9 @@ class Ledger:
             yield file
 
     def _new_lines(self, entries: Sequence[Entry]) -> list[bytes]:
-        """The line of these entries, behind a header if there is none yet."""
+        """The line of these entries, behind a header if there is none yet; none without any."""
+        if not entries:
+            return []
         first = entries[0]
         keeps: Keeps = self._keeps or ("log" if first.entropy == "config" else "evidence")
         self._check_header(keeps)
@@ -702,18 +713,24 @@ class Ledger:
             As `record` does.
         """
         plan.check_entropy("system")
-        self.refresh()
-        entry = Entry(
+        made = Entry(
             round=round,
             level=plan.level,
-            event=plan.charge(round, redrawn=self.progress(None).drawn(round)),
+            event=plan.event(),
             mechanism=str(plan.bound),
             placement=placement,
             declared_by_user=True,
             public=plan.public,
         )
-        self.record(entry)
-        yield entry
+
+        def due() -> Sequence[Entry]:
+            nonlocal made
+            event = plan.charge(round, redrawn=self.progress(None).drawn(round))
+            made = replace(made, event=event)
+            return [made]
+
+        self.record_due(due)
+        yield made
 
     # -- the file -----------------------------------------------------------------------
 

@@ -265,21 +265,25 @@ class ExampleReleases:
 
     def _record(self, round: int, client_ids: Sequence[int]) -> dict[int, str]:
         """Write a line for these clients; those whose budget does not allow it, and why."""
-        ended = {
-            client: f"round {round} would follow the last one that client {client} was charged for"
-            for client in client_ids
-            if self._privacy.may_stop and 0 < self._progress(client).through < round
-        }
-        entries = [] if ended else self._entries(round, client_ids)
-        if not entries:
-            return ended
-        try:
+        ended: dict[int, str] = {}
+        entries: Sequence[Entry] = []
+
+        def due() -> Sequence[Entry]:
+            nonlocal ended, entries
+            ended = {
+                client: f"round {round} would follow the last one that client {client} was charged "
+                "for"
+                for client in client_ids
+                if self._privacy.may_stop and 0 < self._progress(client).through < round
+            }
+            entries = [] if ended else self._entries(round, client_ids)
             if any(entry.through for entry in entries):
-                rounds = self._privacy.rounds or 1
                 of_rounds = partial(self._entries, round, client_ids)
-                self.ledger.record_longest(of_rounds, rounds, self._budget)
-            else:
-                self.ledger.record(*entries, budget=self._budget)
+                entries = self.ledger.longest(of_rounds, self._privacy.rounds or 1, self._budget)
+            return entries
+
+        try:
+            self.ledger.record_due(due, self._budget)
         except OverBudgetError as error:
             assert self._budget is not None
             return {
@@ -287,7 +291,7 @@ class ExampleReleases:
                 for client in error.owners
                 if client is not None
             }
-        return {}
+        return ended
 
     def _progress(self, client: int) -> RunProgress:
         return self.ledger.progress(self.run, "release", client)

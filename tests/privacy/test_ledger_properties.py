@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from ledger_helpers import COHORT, DELTA, ZEROED, spent
 
 from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.federation.accounting import Accounting
+from fedsim.mechanisms import Clipping
 from fedsim.privacy import Accountant, Budget, Entry, Event, Ledger, durable
+from fedsim.privacy.laws import Poisson
 from fedsim.privacy.ledger import End, OverBudgetError
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.randomness import Randomness
 
 FORK = multiprocessing.get_context("fork")
 EVENT = Event.of(COHORT, 1.5)
@@ -293,12 +299,12 @@ def test_a_plan_is_recorded_for_as_many_rounds_as_its_budget_affords(tmp_path):
             Entry(round=1, through=rounds, event=EVENT.times(rounds), entropy="config", run="a")
         ]
 
-    assert ledger.record_longest(entries, 20, budget) == 7
+    ledger.record_due(lambda: ledger.longest(entries, 20, budget), budget)
     assert ledger.progress("a") == (1, 7)
     assert ledger.epsilon() == pytest.approx(spent(8), rel=1e-12)
     with pytest.raises(BudgetSpentError):
-        ledger.record_longest(entries, 20, budget)
-    assert ledger.record_longest(entries, 3) == 3
+        ledger.record_due(lambda: ledger.longest(entries, 20, budget), budget)
+    assert ledger.longest(entries, 3)[-1].through == 3
     with pytest.raises(FedsimError, match="counts 0, and no earlier line charges the plan"):
         ledger.record(Entry(round=2, event=Event.of(COHORT, 2.0).times(0), entropy="config"))
 
@@ -314,3 +320,37 @@ def test_the_worst_client_is_stated_and_owners_add_up_by_themselves(tmp_path):
     assert "for the client that has spent most" in str(ledger.statement())
     again = Ledger.read(tmp_path / "ledger.jsonl", delta=DELTA)
     assert again.statement().to_dict() == ledger.statement().to_dict()
+
+
+class Latecomer(Ledger):
+    """A ledger to which another process adds a line at the last moment before the lock."""
+
+    other = staticmethod(lambda: None)
+
+    def _locked(self):
+        other, self.other = self.other, lambda: None
+        other()
+        return super()._locked()
+
+
+@pytest.mark.parametrize("whose", ["fedsim's strategies", "loops of others"])
+def test_what_a_round_costs_is_seen_in_the_file_that_its_line_enters(tmp_path, whose):
+    sampler = Poisson(0.1, 100)
+    plan = ReleasePlan(
+        level="client", sampler=sampler, bound=Clipping(1.0), noise=Independent(2.0), rounds=3,
+        may_stop=True,
+    )  # fmt: skip
+
+    def recorder(kind: type[Ledger]):
+        ledger = kind(tmp_path / "ledger.jsonl", delta=DELTA, keeps="evidence")
+        if whose == "loops of others":
+            return ledger, lambda number: ledger.release(plan, number).__enter__()
+        accounting = Accounting(plan, DELTA, None, ledger, "server", Randomness(None), run="a")
+        return ledger, lambda number: accounting.record(number, 1.0)
+
+    (_, first), (late, second) = recorder(Ledger), recorder(Latecomer)
+    first(1)
+    late.other = lambda: first(2)
+    second(2)
+    counts = [entry.event.count for entry in Ledger.read(tmp_path / "ledger.jsonl").entries]
+    assert counts == [3, 0, 1]

@@ -417,6 +417,20 @@ def test_a_plan_that_may_stop_is_charged_at_a_clients_first_request(tmp_path, as
         final(trainer, IDS[:1], 7)
 
 
+def test_two_processes_of_one_run_are_charged_for_each_time_that_a_round_is_drawn(tmp_path):
+    private = private_trainer(SGD(lr=0.3), Clipping(0.5), sampling="poisson")
+    privacy = replace(private.privacy, rounds=6, may_stop=True)
+    trainers = [private_trainer(SGD(lr=0.3))._copy(privacy=privacy) for _ in range(2)]
+    for trainer in trainers:  # such as copies of a killed run, which share a ledger
+        trainer.record_in(Ledger(tmp_path / "l.jsonl", keeps="evidence"))
+        trainer.join("a run")
+    for number in (1, 2, 3):
+        for trainer in trainers:
+            final(trainer, IDS[:1], number)
+    counts = [entry.event.count for entry in Ledger.read(tmp_path / "l.jsonl").entries]
+    assert counts == [24, 4, 0, 4, 0, 4]
+
+
 def test_a_noise_multiplier_gives_independent_noise_hardened_unless_told_otherwise():
     bound = Clipping(1.0)
     assert ExamplePrivacy(bound, 2).noise == Independent(2.0, hardened=True)
