@@ -34,7 +34,7 @@ from fedsim.rows.block import Block, BlockTrainer, Ids
 from fedsim.strategies import DPFedAvg
 
 POPULATION, NODES = 1000, 3
-MOST_SECONDS = 10.0
+MAX_SECONDS = 10.0
 """Aim for the time from the engine's start to its first round's end, on an idle machine."""
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     console.print(table)
     whose = "" if alone else " (what others sent on this machine included)"
     console.print(
-        f"First round within {MOST_SECONDS:g} s; bytes do not grow with the cohort{whose}."
+        f"First round within {MAX_SECONDS:g} s; bytes do not grow with the cohort{whose}."
     )
 
 

@@ -33,7 +33,7 @@ from fedsim.runs.directory import OUT, RunDirectory
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 
-MOST_SECONDS = 4.0
+MAX_SECONDS = 4.0
 """Aim for a round of ten nodes on two cores of an idle machine."""
 
 MODELS = {"softmax": {"name": "softmax"}, "mlp": {"name": "mlp", "widths": "1344"}}
@@ -63,7 +63,7 @@ class Federated:
         copy = 4 * self.parameters
         return (
             f"{self.nodes} nodes, {self.parameters:,} parameters: {self.seconds:.2f} s a round "
-            f"(at most {MOST_SECONDS:g}), {self.cpu_seconds:.2f} CPU s; bytes a client "
+            f"(at most {MAX_SECONDS:g}), {self.cpu_seconds:.2f} CPU s; bytes a client "
             f"{self.down:,.0f} down, {self.up:,.0f} up, {copy:,} in one copy of float32"
         )
 

@@ -37,7 +37,7 @@ from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 from fedsim.training.paths.choice import KernelName, PathName
 
-STEPS, MOST_CLIENTS, TURN = 10, 8, 0.4
+STEPS, MAX_CLIENTS, TURN = 10, 8, 0.4
 """Steps per client, most clients, and approximate CPU seconds of one side's turn."""
 AIM = 1.05
 
@@ -116,9 +116,9 @@ def loops(task: Task, model: nn.Module, data: ClientData) -> Iterator[Work]:
 def compare(task: Task, batch: int, pairs: int, kernel: KernelName, path: PathName) -> Row:
     """Compare the trainer with the loop, turn by turn."""
     torch.manual_seed(SEED)
-    model, count = task.model(), MOST_CLIENTS * STEPS * batch
+    model, count = task.model(), MAX_CLIENTS * STEPS * batch
     x, y = task.examples(count, torch.Generator().manual_seed(SEED))
-    data = ClientData(x, y, list(np.arange(count).reshape(MOST_CLIENTS, -1)))
+    data = ClientData(x, y, list(np.arange(count).reshape(MAX_CLIENTS, -1)))
     trainer = Trainer(
         model, SGD(lr=LR), data, batch_size=batch, steps=STEPS, loss=task.loss, path=path,
         kernel=kernel, randomness=Randomness(SEED),
@@ -129,7 +129,7 @@ def compare(task: Task, batch: int, pairs: int, kernel: KernelName, path: PathNa
     difference = float((ours - theirs).norm() / theirs.norm())
     once = in_turns({name: partial(work, 2) for name, work in works.items()}, 1)
     one = min(once[name][0] for name in works if name != "fedsim") / 2
-    clients = int(np.clip(TURN / one, 2, MOST_CLIENTS))
+    clients = int(np.clip(TURN / one, 2, MAX_CLIENTS))
     sides: dict[str, Side] = {name: partial(work, clients) for name, work in works.items()}
     seconds = in_turns(sides, pairs, first=3)
     took = {name: median(turns) / clients for name, turns in seconds.items()}

@@ -26,7 +26,7 @@ from rich.table import Table
 
 POPULATIONS = (10_000, 100_000, 1_000_000)
 EXAMPLES, COHORT, ROUNDS = 20, 100, 12
-MOST_GIGABYTES = 4.0
+MAX_GIGABYTES = 4.0
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         print(json.dumps(measured(options.one)))
         return
     table = Table(title=f"Cohorts of {COHORT}, {EXAMPLES} images a client")
-    for column in ("clients", "opened in s", "CPU ms a round", f"GB (at most {MOST_GIGABYTES:g})"):
+    for column in ("clients", "opened in s", "CPU ms a round", f"GB (at most {MAX_GIGABYTES:g})"):
         table.add_column(column, justify="right")
     for clients in options.populations:
         opened, milliseconds, gigabytes = in_a_process(clients)

@@ -10,7 +10,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-MOST_SECONDS = 600  # of one cell
+MAX_SECONDS = 600  # of one cell
 
 Pictures = dict[str, bytes]
 
@@ -38,7 +38,7 @@ def notebook_page(path: Path, folder: str) -> tuple[str, Pictures]:
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="fedsim-notebook-") as directory:
         where = {"metadata": {"path": directory}}
-        NotebookClient(notebook, timeout=MOST_SECONDS, resources=where).execute()
+        NotebookClient(notebook, timeout=MAX_SECONDS, resources=where).execute()
     pictures: Pictures = {}
     parts = []
     for cell in notebook.cells:

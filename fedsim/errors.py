@@ -16,7 +16,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, which need not be this interpreter's own (``pip --user``)."""
 
 
-LONGEST_WORD, LONGEST_LINE = 300, 1200
+MAX_WORD, MAX_LINE = 300, 1200
 
 
 def readable(text: object) -> str:
@@ -27,9 +27,9 @@ def readable(text: object) -> str:
     lines = []
     for line in str(text).split("\n"):
         plain = "".join(sign if sign.isprintable() else "?" for sign in line)
-        plain = re.sub(rf"(\S{{{LONGEST_WORD}}})\S+(\S)", r"\1...\2", plain)
-        if len(plain) > LONGEST_LINE:
-            plain = f"{plain[: LONGEST_LINE // 2]} ... {plain[-LONGEST_LINE // 3 :]}"
+        plain = re.sub(rf"(\S{{{MAX_WORD}}})\S+(\S)", r"\1...\2", plain)
+        if len(plain) > MAX_LINE:
+            plain = f"{plain[: MAX_LINE // 2]} ... {plain[-MAX_LINE // 3 :]}"
         lines.append(plain)
     return "\n".join(lines)
 

@@ -17,12 +17,12 @@ from typing import Any
 RUN_MARKER = ".fedsim-run"
 """Name of the file that marks a directory as a run's; see `fedsim.runs.run_lock`."""
 
-MOST_PARTS = 64
+MAX_PARTS = 64
 """Parts that a dotted key of a TOML file may have."""
 
 _PART = rb"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY = re.compile(
-    rb"^[ \t[]*%b(?:[ \t]*\.[ \t]*%b){%d}" % (_PART, _PART, MOST_PARTS), re.MULTILINE
+    rb"^[ \t[]*%b(?:[ \t]*\.[ \t]*%b){%d}" % (_PART, _PART, MAX_PARTS), re.MULTILINE
 )
 
 
@@ -99,7 +99,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         parts.
     """
     if _LONG_KEY.search(content):  # the parser's time grows with the square of the parts
-        raise ValueError(f"a dotted key has more than {MOST_PARTS} parts")
+        raise ValueError(f"a dotted key has more than {MAX_PARTS} parts")
     try:
         return tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors may add a BOM
     except RecursionError:

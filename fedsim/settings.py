@@ -43,7 +43,7 @@ REQUIRED = dataclasses.MISSING
 """Marks, in place of a default, that there is none."""
 
 # Larger values are mistakes, and single precision or Flower's records could not hold them.
-LARGEST_FLOAT, LARGEST_INT, LONGEST_STRING = 1e30, 2**63 - 1, 10_000
+MAX_FLOAT, MAX_INT, MAX_STRING = 1e30, 2**63 - 1, 10_000
 
 
 @dataclass(frozen=True)
@@ -298,11 +298,11 @@ def _in_words(rules: Iterable[Any]) -> str:
 
 def _beyond_use(value: Any) -> str:
     if isinstance(value, float):
-        return "" if abs(value) <= LARGEST_FLOAT else f"at most {LARGEST_FLOAT:g}"
+        return "" if abs(value) <= MAX_FLOAT else f"at most {MAX_FLOAT:g}"
     if isinstance(value, int):
-        return "" if abs(value) <= LARGEST_INT else "at most 2^63 - 1"
-    if isinstance(value, str) and len(value) > LONGEST_STRING:
-        return f"at most {LONGEST_STRING:,} characters"
+        return "" if abs(value) <= MAX_INT else "at most 2^63 - 1"
+    if isinstance(value, str) and len(value) > MAX_STRING:
+        return f"at most {MAX_STRING:,} characters"
     if isinstance(value, str) and re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", value):
         return "without control characters and valid UTF-8"
     return ""

@@ -28,7 +28,7 @@ from fedsim.arguments import one_of
 from fedsim.reports.plots import save
 from fedsim.settings import Constraint
 
-FEWEST_SEEDS = 3
+MIN_SEEDS = 3
 _TEXTS = read_toml(Path(experiments.__file__).parent / "pages.toml")
 NOT_MEASURED: str = _TEXTS["not-measured"]
 PAPERS: dict[str, str] = _TEXTS["papers"]
@@ -195,8 +195,8 @@ class Judged:
             for choice in report.choices
             if choice.at_edge
         ]
-        if seeds < FEWEST_SEEDS:
-            wrong.append(f"seeds = {seeds}; a verdict needs {FEWEST_SEEDS} or more.")
+        if seeds < MIN_SEEDS:
+            wrong.append(f"seeds = {seeds}; a verdict needs {MIN_SEEDS} or more.")
         claims = {claim.name: claim for claim in report.claims}
         places = [p[1] for text in judgement.sentences() for p in _PLACE.finditer(text)]
         wrong += _unknown("claims", judgement.claims, claims)

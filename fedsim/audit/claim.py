@@ -17,7 +17,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Adjacency, Entry, Event
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
-LEAST_P = 1e-12
+MIN_P = 1e-12
 HALVINGS = 30
 
 
@@ -142,7 +142,7 @@ def box_p_value(
     """
     false_negatives = np.maximum(false_negatives, 0)
     shape = np.broadcast_shapes(np.shape(false_positives), np.shape(false_negatives))
-    low, high = np.full(shape, math.log(LEAST_P)), np.zeros(shape)
+    low, high = np.full(shape, math.log(MIN_P)), np.zeros(shape)
     # Bisection on the logarithm of the risk, for all counts at once: a smaller risk widens the box,
     # so that there is exactly one risk at which its corner is on the curve.
     for _ in range(HALVINGS):

@@ -27,10 +27,10 @@ from fedsim.audit.checks import (
     untested,
 )
 
-FEWEST_PRODUCTS = 4096
+MIN_PRODUCTS = 4096
 """Sums of fewer products are not normal enough for tails of 1e-9."""
 REPEAT_RESOLUTION = 1e8
-FEWEST_VALUES = 16
+MIN_VALUES = 16
 """Correlations of fewer values are not tested."""
 
 
@@ -225,7 +225,7 @@ def coordinate_pairs(noise: NoiseSample) -> Finding:
 
 def pairs(rows: Floats, examined: str, few: str = "coordinates to compare rounds") -> Finding:
     """Whether all pairs of ``rows [n, d]`` are uncorrelated, each and together."""
-    if rows.shape[1] < FEWEST_VALUES:
+    if rows.shape[1] < MIN_VALUES:
         return untested(examined, f"too few {few}")
     count = len(rows) * (len(rows) - 1) // 2
     return statistical(f"{examined}, {count:,} pairs", *correlations_of_rows(rows))
@@ -267,7 +267,7 @@ def shifts(noise: NoiseSample) -> Finding:
     products = runs * (rounds - np.arange(rounds))[:, None] * overlap
     scores = total / np.sqrt(np.maximum(products, 1))
     scores[0, d:] = 0  # within a round, a negative shift gives the same products as a positive one
-    enough = products >= FEWEST_PRODUCTS
+    enough = products >= MIN_PRODUCTS
     enough[0, 0] = enough[0, d:] = False
     scores[~enough] = 0
     lag, step = np.unravel_index(int(np.abs(scores).argmax()), scores.shape)

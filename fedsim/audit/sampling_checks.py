@@ -39,10 +39,10 @@ from fedsim.randomness import Draws, Randomness
 FEWEST = 25.0
 """Smallest expected count that is approximated by a normal."""
 
-FEWEST_SHIFTED = 1000.0
+MIN_SHIFTED = 1000.0
 """The same for sums over shifts of ids, of which there are so many that far tails matter."""
 
-MOST_HEAVY = 104.0
+MAX_HEAVY = 104.0
 """Rounds per unit of kurtosis from which a sum's tails are normal up to seven std errors."""
 
 REPEATED_DRAWS, REPEATED_ROUNDS = 500, 3
@@ -270,7 +270,7 @@ def succession(sampled: Sampled) -> Finding:
     scores = totals / np.sqrt(np.maximum(products, 1) * factor)
     expected = products * min(q, 1 - q) ** 2  # both sampled, or neither, whichever is rarer
     at_lags = scores[1:, 0][expected[1:, 0] >= FEWEST]
-    at_shifts = scores[1:, 1:][expected[1:, 1:] >= FEWEST_SHIFTED]
+    at_shifts = scores[1:, 1:][expected[1:, 1:] >= MIN_SHIFTED]
     return statistical(
         f"{sampled.examined}, {at_lags.size} lags, {at_shifts.size:,} lags and shifts of ids",
         normal("{} standard errors", at_lags),
@@ -283,7 +283,7 @@ def periodicity(sampled: Sampled) -> Finding:
     q = sampled.inclusion.one
     length, variance = max(sampled.lengths), q * (1 - q)
     # The tails of sums of few rare draws are heavier than normal, depending on kurtosis.
-    if length < MOST_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
+    if length < MAX_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
         return untested(sampled.examined, "too few rounds")
     stops = np.cumsum(sampled.lengths)[np.array(sampled.lengths) == length]
     runs = [sampled.membership[stop - length : stop] for stop in stops]

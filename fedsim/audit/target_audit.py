@@ -43,10 +43,10 @@ from fedsim.audit.target_claim import ReleaseClaim
 from fedsim.audit.verdict import Verdict, check_numbers, risk_of_attack
 from fedsim.errors import FedsimError
 
-FEWEST_RUNS, MOST_RUNS = 30, 1000
-MOST_OVERRUN = 100
-"""Largest factor by which `FEWEST_RUNS` may take longer than ``seconds``."""
-MOST_SILENT = 64
+MIN_RUNS, MAX_RUNS = 30, 1000
+MAX_OVERRUN = 100
+"""Largest factor by which `MIN_RUNS` may take longer than ``seconds``."""
+MAX_SILENT = 64
 """Number of rounds of silent federations for checks of noise, which compare all pairs."""
 
 SECONDS_TO_END = 30.0
@@ -154,15 +154,15 @@ class TargetAudit:
             self.target(self._silent_federation(self.seed + len(durations)))
             durations.append(time.perf_counter() - started)
         one = min(durations)
-        if sides * FEWEST_RUNS * one > MOST_OVERRUN * self.seconds:
+        if sides * MIN_RUNS * one > MAX_OVERRUN * self.seconds:
             raise FedsimError(
                 f"one run of the target takes {one:.2g} s, and an audit needs at least {sides} "
-                f"times {FEWEST_RUNS} runs; claim fewer rounds, or set --runs or more --seconds."
+                f"times {MIN_RUNS} runs; claim fewer rounds, or set --runs or more --seconds."
             )
-        return int(np.clip(self.seconds / one / sides, FEWEST_RUNS, MOST_RUNS))
+        return int(np.clip(self.seconds / one / sides, MIN_RUNS, MAX_RUNS))
 
     def _silent_runs(self) -> Observations:
-        runs = max(2, MOST_SILENT // self.claim.rounds)
+        runs = max(2, MAX_SILENT // self.claim.rounds)
         federations = [self._silent_federation(self.seed + k) for k in range(runs)]
         silent = Observations.of(self.target, self.claim, federations)
         if not np.isfinite(silent.moves).all():
@@ -312,7 +312,7 @@ def open_target(name: str, python: str = "", seconds: float = 25.0) -> Iterator[
     python : str
         Python interpreter of another environment; it needs numpy there. Empty for this one's.
     seconds : float
-        As for `audit_target`. A run is ended if `FEWEST_RUNS` like it would take `MOST_OVERRUN`
+        As for `audit_target`. A run is ended if `MIN_RUNS` like it would take `MAX_OVERRUN`
         times as long.
 
     Raises
@@ -336,7 +336,7 @@ def open_target(name: str, python: str = "", seconds: float = 25.0) -> Iterator[
         ) from error
     with tempfile.TemporaryDirectory() as directory:
         try:
-            yield _RemoteTarget(name, process, directory, MOST_OVERRUN * seconds / FEWEST_RUNS)
+            yield _RemoteTarget(name, process, directory, MAX_OVERRUN * seconds / MIN_RUNS)
         finally:
             # If the process has ended, closing the pipe writes what it did not read, and fails.
             with suppress(BrokenPipeError):

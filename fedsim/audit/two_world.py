@@ -31,7 +31,7 @@ Counts = npt.NDArray[np.int64]
 Score = Callable[[Floats], Floats]
 """Function from releases ``[runs, rounds, width]`` to one number for each run, ``[runs]``."""
 
-MOST_THRESHOLDS = 64
+MAX_THRESHOLDS = 64
 HANDICAP = 5.0
 FITTED = ("linear discriminant", "magnitudes")
 WINDOWS = 10
@@ -128,7 +128,7 @@ def _choose(
         bounds = epsilon_bound(fp, fn, trials, risk, claim.delta)
         # A fitted score separates the runs that it was fitted to better than new ones.
         handicap = HANDICAP if name in FITTED else 0.0
-        # By p-value; equal ones, as at `LEAST_P`, by the number of errors.
+        # By p-value; equal ones, as at `MIN_P`, by the number of errors.
         best = int(np.lexsort((fp + fn, p_values))[0])
         most = int(bounds.argmax())
         evidence = math.log(p_values[best]) + handicap
@@ -139,12 +139,12 @@ def _choose(
 
 
 def _thresholds(x: Floats, y: Floats) -> Floats:
-    """Thresholds half way between neighbouring scores; at most `MOST_THRESHOLDS` of them."""
+    """Thresholds half way between neighbouring scores; at most `MAX_THRESHOLDS` of them."""
     values = np.unique(np.concatenate([x, y]))
     middles = (values[1:] + values[:-1]) / 2 if len(values) > 1 else values
-    if len(middles) <= MOST_THRESHOLDS:
+    if len(middles) <= MAX_THRESHOLDS:
         return np.asarray(middles)
-    return np.asarray(middles[np.linspace(0, len(middles) - 1, MOST_THRESHOLDS).astype(int)])
+    return np.asarray(middles[np.linspace(0, len(middles) - 1, MAX_THRESHOLDS).astype(int)])
 
 
 def _errors(x: Floats, y: Floats, thresholds: Floats) -> tuple[Counts, Counts]:

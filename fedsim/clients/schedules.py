@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fedsim.arguments import check_arguments
 from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
-from fedsim.settings import LARGEST_FLOAT, Doc, Text, check_settings
+from fedsim.settings import MAX_FLOAT, Doc, Text, check_settings
 
 Shape = Literal["constant", "inverse", "exponential", "cosine", "staircase", "warm-up"]
 Over = Literal["round", "step"]
@@ -73,9 +73,9 @@ class Schedule:
             return 1.0
         times = t // self.length if self.shape == "staircase" else t
         # Compared by logarithms, since a power above all floats raises an OverflowError.
-        if self.decay > 1 and times * math.log(self.decay) > math.log(LARGEST_FLOAT):
+        if self.decay > 1 and times * math.log(self.decay) > math.log(MAX_FLOAT):
             raise FedsimError(
-                f"schedule '{self}' is above {LARGEST_FLOAT:g} at {self.over} {t + 1}; its decay "
+                f"schedule '{self}' is above {MAX_FLOAT:g} at {self.over} {t + 1}; its decay "
                 "must be lower."
             )
         return float(self.decay**times)

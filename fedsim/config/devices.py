@@ -33,7 +33,7 @@ Bools = npt.NDArray[np.bool_]
 
 AVAILABLE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
 MEGABIT = 1e6 / 8  # bytes
-LARGEST_WORK_FILE = 2**30
+MAX_WORK_FILE = 2**30
 
 _WORK_RANGE = re.compile(r"whole\((\d{1,7}), *(\d{1,7})\)")
 
@@ -256,7 +256,7 @@ def read_work(path: Path, population: int) -> Ints:
     FedsimError
     """
     try:
-        if path.stat().st_size > LARGEST_WORK_FILE:
+        if path.stat().st_size > MAX_WORK_FILE:
             raise ValueError
         counts = [int(line) for line in regular_files.read_text(path).split()]
     except OSError as error:

@@ -19,7 +19,7 @@ from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate
 from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.noise import Noise
-from fedsim.privacy.noise.banded import AUTO, MOST_BANDS, Banded
+from fedsim.privacy.noise.banded import AUTO, MAX_BANDS, Banded
 from fedsim.privacy.plan import Bounded, ReleasePlan, evaluation_sampler
 from fedsim.privacy.statement import Statement
 
@@ -40,7 +40,7 @@ def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     return plan.calibrated(target, config.noise.delta, others=evaluation_events(config))
 
 
-GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MOST_BANDS)
+GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MAX_BANDS)
 """Candidate numbers of groups, with as many bands."""
 
 

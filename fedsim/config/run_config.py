@@ -53,7 +53,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.settings import Constraint, Ge, Le
 
-LARGEST_CONFIG = 2**20
+MAX_CONFIG = 2**20
 
 _NAME = Constraint(
     lambda name: bool(re.fullmatch(r"(?!\.+$|-)[A-Za-z0-9._-]{1,100}", name, re.ASCII)),
@@ -251,14 +251,14 @@ def _read(path: str | Path) -> dict[str, Any]:
     """Read a TOML file as a nested mapping."""
     try:
         with open(path, "rb", opener=regular_files.opener) as file:
-            content = file.read(LARGEST_CONFIG + 1)
+            content = file.read(MAX_CONFIG + 1)
     except OSError as error:
         saved_config = Path(path) / "config.toml"
         advice = f" (its own config is {saved_config})" if saved_config.is_file() else ""
         raise FedsimError(f"cannot read the config {path}: {error.strerror}{advice}.") from None
-    if len(content) > LARGEST_CONFIG:
+    if len(content) > MAX_CONFIG:
         raise FedsimError(
-            f"{path} is too large for a config; one has at most {LARGEST_CONFIG:,} bytes."
+            f"{path} is too large for a config; one has at most {MAX_CONFIG:,} bytes."
         )
     try:
         return regular_files.parse_toml(content)

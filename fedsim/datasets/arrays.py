@@ -32,8 +32,8 @@ STATISTICS = ("mean", "std")
 DECLARED = ("classes", "vocabulary")
 
 # 1032 : 1 is deflate's limit (zlib's technical notes); the rest allows for the entry's overhead.
-DENSEST, LARGEST_HEADER = 1040, 2**16
-LONGEST_STATISTICS = 10_000
+DENSEST, MAX_HEADER = 1040, 2**16
+MAX_STATISTICS = 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +214,7 @@ def _claimed(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], int]:
     entry = archive.getinfo(f"{key}.npy")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{key} is compressed by a method other than deflate")
-    if entry.file_size > DENSEST * entry.compress_size + LARGEST_HEADER:
+    if entry.file_size > DENSEST * entry.compress_size + MAX_HEADER:
         raise ValueError(f"{key} claims more bytes than its {entry.compress_size} can hold")
     with archive.open(entry) as file:
         shape, size = _header(key, file)
@@ -242,7 +242,7 @@ def _header(key: str, file: IO[bytes]) -> tuple[tuple[int, ...], int]:
 
 
 def _require_small(key: str, shape: tuple[int, ...]) -> None:
-    if key in STATISTICS and math.prod(shape) > LONGEST_STATISTICS:
+    if key in STATISTICS and math.prod(shape) > MAX_STATISTICS:
         raise ValueError(f"{key} has the shape {shape}, not one number per channel or feature")
     if key in DECLARED and math.prod(shape) != 1:
         raise ValueError(f"{key} has the shape {shape}, not one number")

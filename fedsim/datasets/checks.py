@@ -14,13 +14,13 @@ from fedsim.errors import FedsimError, printable
 Array = npt.NDArray[Any]
 AxisOrder = Literal["auto", "as-is"]
 
-MOST_CLASSES = 1_000_000
+MAX_CLASSES = 1_000_000
 """A larger class or token is taken for a mistake: models have an output or a row for each."""
 
 UNUSABLE = "unusable"
 """Column that marks a private run's examples which cannot be used; see `with_unusable`."""
 
-MOST_CHANNELS = 4
+MAX_CHANNELS = 4
 PIECE_BYTES = 2**26
 
 
@@ -105,7 +105,7 @@ def _inputs(key: str, array: Array, layout: AxisOrder, where: str, protected: bo
             "must be float32 or float64, tokens int64, and images [N, H, W] or [N, H, W, C]."
         )
     pictures = image or (floating and layout == "auto" and array.ndim in (3, 4))
-    channels_first = array.ndim == 4 and array.shape[3] > MOST_CHANNELS >= array.shape[1]
+    channels_first = array.ndim == 4 and array.shape[3] > MAX_CHANNELS >= array.shape[1]
     if pictures and channels_first and layout == "auto":
         raise FedsimError(
             f"{where} has {key} of shape {array.shape}, which looks channels first; images must "
@@ -186,9 +186,9 @@ def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
         )
     # Too large labels of a private run stay too large or become negative: `with_unusable` finds
     # both.
-    if kind == "u" and not protected and int(array.max(initial=0)) >= MOST_CLASSES:
+    if kind == "u" and not protected and int(array.max(initial=0)) >= MAX_CLASSES:
         raise FedsimError(
-            f"{where} has the label {array.max()} in {key}; labels must be below {MOST_CLASSES:,}."
+            f"{where} has the label {array.max()} in {key}; labels must be below {MAX_CLASSES:,}."
         )
     with np.errstate(over="ignore"):  # overflow gives infinity, which is refused later
         return array.astype(wanted)
@@ -231,10 +231,10 @@ def found_size(
     """
     name, noun = ("y", "label") if key == "classes" else ("x", "token")
     arrays = train[name], test[name]
-    if not 0 <= declared <= MOST_CLASSES:
+    if not 0 <= declared <= MAX_CLASSES:
         raise FedsimError(
             f"data.{key} of {where} is {declared:,}; it must be between 0 (not declared) and "
-            f"{MOST_CLASSES:,}."
+            f"{MAX_CLASSES:,}."
         )
     # uint8 inputs are images, never tokens; uint8 targets are classes.
     if arrays[0].dtype.kind not in ("iu" if name == "y" else "i"):
@@ -246,14 +246,14 @@ def found_size(
                 f"{noun}s must be whole numbers{remedy}."
             )
         return Size(0)
-    limit = declared or MOST_CLASSES
+    limit = declared or MAX_CLASSES
     allowed = f"below {limit:,}" + (f", the declared {key}" if declared else "")
     most = []
     for split, columns, array in zip(("train", "test"), (train, test), arrays, strict=True):
         low, high = _extremes(array, columns.get("mask") if name == "y" else None)
         if protected:
             # Clamped, not refused: an error would depend on protected data.
-            most.append(min(max(high + 1, int(split == "train")), MOST_CLASSES))
+            most.append(min(max(high + 1, int(split == "train")), MAX_CLASSES))
             continue
         if low < 0 or high >= limit:
             remedy = f", and mask_{split} must be false where one is ignored, as -100 is in torch"

@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError
 
 _log = logging.getLogger("fedsim")
 
-MOST_CATEGORIES = 1000
+MAX_CATEGORIES = 1000
 FEW_CATEGORIES = 20
 
 Column = Sequence[Any]  # numbers, or any values that are compared by their text
@@ -209,10 +209,10 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
     if all(is_number):
         return NumberType()
     values = sorted({str(value).strip() for column in (train, test) for value in column})
-    if len(values) > MOST_CATEGORIES:
+    if len(values) > MAX_CATEGORIES:
         raise FedsimError(
             f"{where} has {len(values):,} different texts in column '{name}', and at most "
-            f"{MOST_CATEGORIES:,} are allowed; name inputs without it, as in data.columns = "
+            f"{MAX_CATEGORIES:,} are allowed; name inputs without it, as in data.columns = "
             "'x=age+sex,y=ill'."
         )
     if any(is_number):

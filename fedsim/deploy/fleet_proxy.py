@@ -29,9 +29,9 @@ _PATHS = frozenset(
 )
 # Flower cuts arrays into chunks of 20 MiB, so that no honest node sends more than this. Limited,
 # because bodies are held in memory.
-_LARGEST_BODY = 1 << 26
+_MAX_BODY = 1 << 26
 # Limit of the bodies of all connections together: only the SuperLink can tell who sent a body.
-_LARGEST_BODIES = 1 << 30
+_MAX_BODIES = 1 << 30
 _CONNECTIONS = 256
 _SECONDS = 120.0
 # Request headers not forwarded: those of a single connection, and those that claim an origin.
@@ -79,7 +79,7 @@ class FleetProxy:
         # that a decoded path could pass here and mean another request there.
         elif not is_passed(scope["method"], scope.get("raw_path") or b"", scope["query_string"]):
             await _answer(send, 404)
-        elif _announced_length(scope) > _LARGEST_BODY:
+        elif _announced_length(scope) > _MAX_BODY:
             await _answer(send, 413)
         else:
             await self._forward(scope, receive, send)
@@ -120,9 +120,9 @@ class FleetProxy:
             self._body_bytes += body.write(message.get("body", b""))
             more = message.get("more_body", False)
             # Count the bytes received, since the announced length may be too small or missing.
-            if message["type"] != "http.request" or body.tell() > _LARGEST_BODY:
+            if message["type"] != "http.request" or body.tell() > _MAX_BODY:
                 return 413
-            if self._body_bytes > _LARGEST_BODIES:
+            if self._body_bytes > _MAX_BODIES:
                 return 503
         return 0
 

@@ -23,16 +23,16 @@ from fedsim.federation.arrays import NUMPY, LazyArray
 from fedsim.federation.exchange import ERROR_CODES, Instructions
 from fedsim.federation.flower_internals import RAISED, SUPERLINK_NODE_ID
 from fedsim.federation.round_report import Tally
-from fedsim.federation.row_sums import MOST_EXAMPLES
+from fedsim.federation.row_sums import MAX_EXAMPLES
 from fedsim.rows.block import Block, Reason
 
 _log = logging.getLogger("fedsim")
 
 SHARE_ARRAY = "share-units"
 """Name of the one array in a client's share."""
-MOST_METRICS = 1000
+MAX_METRICS = 1000
 """Largest number of metrics that a client may report."""
-MOST_ENTRIES = 10_000
+MAX_ENTRIES = 10_000
 """Largest total number of entries in the lists that a client may report."""
 
 
@@ -156,11 +156,11 @@ def _reported(content: RecordDict) -> tuple[dict[str, float], dict[str, list[flo
                 numbers[str(name)] = _number(value)
             elif isinstance(value, list):
                 entries += len(value)
-                if entries > MOST_ENTRIES:
-                    raise ValueError(f"its lists have more than {MOST_ENTRIES} entries.")
+                if entries > MAX_ENTRIES:
+                    raise ValueError(f"its lists have more than {MAX_ENTRIES} entries.")
                 lists[str(name)] = [_number(entry) for entry in value]
-            if len(numbers) + len(lists) > MOST_METRICS:
-                raise ValueError(f"it reports more than {MOST_METRICS} metrics.")
+            if len(numbers) + len(lists) > MAX_METRICS:
+                raise ValueError(f"it reports more than {MAX_METRICS} metrics.")
     return numbers, lists
 
 
@@ -176,9 +176,9 @@ def _number(value: object) -> float:
 def _require_sound(numbers: Mapping[str, float], weighted_by: str, needed: tuple[str, ...]) -> None:
     """Refuse a reply whose example count is out of range, or that lacks a needed number."""
     examples = numbers.get(weighted_by, 0.0)
-    if not 0 <= examples <= MOST_EXAMPLES:
+    if not 0 <= examples <= MAX_EXAMPLES:
         raise _UnusableError(
-            "malformed", f"its '{weighted_by}' is {examples}, not from 0 to {MOST_EXAMPLES:g}."
+            "malformed", f"its '{weighted_by}' is {examples}, not from 0 to {MAX_EXAMPLES:g}."
         )
     for name in needed:
         if name not in numbers:
@@ -234,7 +234,7 @@ def _arrays_of(content: RecordDict, key: str) -> ArrayRecord:
 
 
 _MAGIC = b"\x93NUMPY"
-_LONGEST_HEADER = 4096
+_MAX_HEADER = 4096
 _HEADER = re.compile(
     rb"\{'descr': '([<>]f[248])', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), ?\} *\n"
@@ -303,7 +303,7 @@ def _header_bounds(data: bytes) -> tuple[int, int]:
     if form is None or len(data) < 8 + struct.calcsize(form):
         raise MalformedArrayError("its bytes are not a numpy array.")
     (size,) = struct.unpack_from(form, data, 8)
-    if size > _LONGEST_HEADER:
+    if size > _MAX_HEADER:
         raise MalformedArrayError(f"its header claims {size} bytes.")
     return size, 8 + struct.calcsize(form)
 

@@ -21,7 +21,7 @@ from fedsim.rows.exact import FREE_TOTAL
 
 Floats = npt.NDArray[np.float64]
 
-MOST_EXAMPLES = 2.0**32
+MAX_EXAMPLES = 2.0**32
 """Largest number of examples that a client may report: larger weights would overflow exact sums."""
 LIKELY_EXAMPLES = 2.0**20
 """Largest plausible number of examples. Where weight times norm is too large for the exact sum, a
@@ -97,7 +97,7 @@ class Summing:
             require(np.isfinite(values), "non-finite")
         weights = self.weights(block)
         if weights is not None:
-            require((weights >= 0) & (weights <= MOST_EXAMPLES), "malformed")
+            require((weights >= 0) & (weights <= MAX_EXAMPLES), "malformed")
             norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
             with np.errstate(all="ignore"):
                 reach = np.where(np.isfinite(norms), weights * norms, 0.0)

@@ -19,7 +19,7 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows.layout import PREFIX, Layout
 from fedsim.training.checks import CARRIED
 
-SPREAD = 10.0
+COHORT_DEVIATIONS = 10.0
 """Margin for Poisson cohorts: none exceeds its expected size by so many standard deviations."""
 
 _INSTEAD = {
@@ -179,7 +179,7 @@ def refuse_too_many(cohort: Cohort, max_rows: int) -> None:
     FedsimError
     """
     expected = cohort.expected_size
-    likely = min(cohort.population or math.inf, expected + SPREAD * math.sqrt(expected))
+    likely = min(cohort.population or math.inf, expected + COHORT_DEVIATIONS * math.sqrt(expected))
     if likely > max_rows:
         raise FedsimError(
             f"the {cohort.name} cohort may draw {likely:,.0f} clients (cohort, partition.clients); "

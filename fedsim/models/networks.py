@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEEPEST, WIDEST = 1000, 10_000_000
 
 # AdadpCIFAR: channels of a convolution, hidden units, and the smallest image side it can take.
-CHANNELS, HIDDEN, LEAST_SIDE = 64, 500, 13
+CHANNELS, HIDDEN, MIN_SIDE = 64, 500, 13
 
 Bias = Annotated[bool, Doc("Whether fully connected layers have biases.")]
 
@@ -150,10 +150,10 @@ class AdadpCIFAR(Network):
         FedsimError
             If the examples are no images, or smaller than 13x13.
         """
-        if len(input_shape) != 3 or min(input_shape[1:]) < LEAST_SIDE:
+        if len(input_shape) != 3 or min(input_shape[1:]) < MIN_SIDE:
             raise FedsimError(
                 f"model.name is 'adadp-cifar', but one example has shape {tuple(input_shape)}; "
-                f"this network needs images (C, H, W) of at least {LEAST_SIDE}x{LEAST_SIDE}."
+                f"this network needs images (C, H, W) of at least {MIN_SIDE}x{MIN_SIDE}."
             )
         nn = torch.nn
         channels, height, width = input_shape

@@ -29,17 +29,17 @@ Method = Literal["analytic", "pld", "rdp", "none"]
 
 # Rounding in the transforms is about 1e-16 of the mass for each release; below this delta it
 # would no longer be negligible, and RDP is used instead.
-SMALLEST_PLD_DELTA = 1e-10
+MIN_PLD_DELTA = 1e-10
 # Points of a profile without loss distributions. Any number is valid (see `tradeoff.TradeOff`).
 PROFILE_POINTS = 257
-# More noise is charged as MOST_NOISE; less than LEAST_NOISE counts as none.
-LEAST_NOISE, MOST_NOISE = 1e-6, 1e8
+# More noise is charged as MAX_NOISE; less than MIN_NOISE counts as none.
+MIN_NOISE, MAX_NOISE = 1e-6, 1e8
 # Each distinct pair of law and noise costs a transform. Noise that changes every round (a schedule,
 # a split that follows the cohort) makes thousands of them. Beyond this number, noise is rounded
 # down to steps of 1 %, which gives an upper bound on epsilon; if there are still more, RDP is used.
-MOST_EXACT = 100
+MAX_EXACT = 100
 # The limit for Rényi curves is lower, since dp-accounting takes about 0.1 s for each.
-MOST_EXACT_RDP = 10
+MAX_EXACT_RDP = 10
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Accountant:
         count *= checked_event(event).count
         law, z, private = event.law, event.total_noise_multiplier, event.private
         if law.is_gaussian and 0 < z < math.inf:  # outside the computable range cost is rounded up
-            z, private = min(z, MOST_NOISE), private and z >= LEAST_NOISE
+            z, private = min(z, MAX_NOISE), private and z >= MIN_NOISE
         if private:
             adjacencies = self._adjacencies | {event.adjacency}
             common_adjacency(adjacencies)
@@ -177,7 +177,7 @@ class Accountant:
         if not self.sampled:
             return gaussian_epsilon(self.mu, delta), "analytic"
         pairs = self._pairs()
-        if pairs is not None and delta >= SMALLEST_PLD_DELTA:
+        if pairs is not None and delta >= MIN_PLD_DELTA:
             return composed_epsilon(pairs, delta), "pld"
         return rdp_epsilon(self._rdp(), delta), "rdp"
 
@@ -192,7 +192,7 @@ class Accountant:
             return gaussian_delta(self.mu, epsilon)
         pairs = self._pairs()
         delta = composed_delta(pairs, epsilon) if pairs is not None else 0.0
-        return delta if delta >= SMALLEST_PLD_DELTA else rdp_delta(self._rdp(), epsilon)
+        return delta if delta >= MIN_PLD_DELTA else rdp_delta(self._rdp(), epsilon)
 
     def profile(self) -> tuple[Array, Array]:
         """The privacy profile: epsilons ascending from 0, and a valid delta at each.
@@ -208,9 +208,9 @@ class Accountant:
         if self.sampled and pairs is not None:
             epsilons, deltas = composed_profile(pairs)
         else:
-            epsilons = np.linspace(0.0, self.epsilon(SMALLEST_PLD_DELTA), PROFILE_POINTS)
+            epsilons = np.linspace(0.0, self.epsilon(MIN_PLD_DELTA), PROFILE_POINTS)
             deltas = np.array([self.delta(float(epsilon)) for epsilon in epsilons])
-        return epsilons, np.clip(deltas, SMALLEST_PLD_DELTA, 1.0)
+        return epsilons, np.clip(deltas, MIN_PLD_DELTA, 1.0)
 
     def would_exceed(self, event: Event, max_epsilon: float, delta: float) -> bool:
         """Whether composing ``event`` would spend more than ``max_epsilon``."""
@@ -220,7 +220,7 @@ class Accountant:
 
     def _rdp(self) -> Array:
         total = gaussian_rdp(self.mu)
-        sampled = self.sampled if len(self.sampled) <= MOST_EXACT_RDP else self._ladder
+        sampled = self.sampled if len(self.sampled) <= MAX_EXACT_RDP else self._ladder
         for (law, z), count in sampled.items():
             total = total + count * law.rdp(z)
         return total
@@ -228,13 +228,13 @@ class Accountant:
     def _pairs(self) -> Mapping[Pairs, int] | None:
         """How often to compose each release's dominating pairs; None where PLDs do not apply."""
         composed: dict[Pairs, int] = {}
-        sampled = self.sampled if len(self.sampled) <= MOST_EXACT else self._ladder
+        sampled = self.sampled if len(self.sampled) <= MAX_EXACT else self._ladder
         for (law, z), count in sampled.items():
             pairs = law.pairs(z)
             if pairs is None:
                 return None
             composed[pairs] = composed.get(pairs, 0) + count
-        if len(composed) > MOST_EXACT:
+        if len(composed) > MAX_EXACT:
             return None
         if self.mu:
             gaussian = SampledGaussian(1.0, 1 / self.mu).both

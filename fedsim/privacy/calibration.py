@@ -19,8 +19,8 @@ from fedsim.privacy.losses import gaussian_mu
 Value = TypeVar("Value")
 
 # Range of calibrated noise multipliers; outside of it the target or the plan is a mistake.
-LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
-MOST_ROUNDS = 10**8
+MIN_MULTIPLIER, MAX_MULTIPLIER = 1e-2, 1e7
+MAX_ROUNDS = 10**8
 
 
 @check_arguments
@@ -122,11 +122,11 @@ def calibrate_events(
     rates = [(event.law.rate, event.count) for event in events(1.0)]
     mu = math.sqrt(sum(count * rate**2 for rate, count in rates))
     guess = math.log(max(mu / gaussian_mu(target_epsilon, delta), 0.3))
-    log_z = _decreasing_root(excess, guess, math.log(LEAST_NOISE), math.log(MOST_NOISE))
+    log_z = _decreasing_root(excess, guess, math.log(MIN_MULTIPLIER), math.log(MAX_MULTIPLIER))
     if log_z is None:
         raise FedsimError(
             f"target epsilon is {target_epsilon} at delta {delta}; no noise multiplier between "
-            f"{LEAST_NOISE} and {MOST_NOISE:g} meets it exactly: give the multiplier itself."
+            f"{MIN_MULTIPLIER} and {MAX_MULTIPLIER:g} meets it exactly: give the multiplier itself."
         )
     return math.exp(log_z)
 
@@ -181,9 +181,9 @@ def rounds_within_events(
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
-        if high > MOST_ROUNDS:
+        if high > MAX_ROUNDS:
             raise FedsimError(
-                f"max epsilon is {max_epsilon}; it buys more than {MOST_ROUNDS:,} rounds at a "
+                f"max epsilon is {max_epsilon}; it buys more than {MAX_ROUNDS:,} rounds at a "
                 f"noise multiplier of {event.noise_multiplier}, and needs no planning."
             )
     while high - low > 1:
@@ -333,8 +333,8 @@ class Answer:
 
 
 def _check_rounds(rounds: int) -> None:
-    if not 1 <= rounds <= 10 * MOST_ROUNDS:
-        raise FedsimError(f"rounds is {shown(rounds)}; it must be from 1 to {10 * MOST_ROUNDS:,}.")
+    if not 1 <= rounds <= 10 * MAX_ROUNDS:
+        raise FedsimError(f"rounds is {shown(rounds)}; it must be from 1 to {10 * MAX_ROUNDS:,}.")
 
 
 def _decreasing_root(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-LARGE = 2**16
+HASHED_BYTES = 2**16
 """Size in bytes above which an array enters the digest by its hash."""
 _SIMPLE = (bool, int, float, str, list, tuple, set, frozenset, Mapping)
 
@@ -44,7 +44,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((_plain(entry) for entry in value), key=json.dumps)
     if hasattr(value, "tolist"):  # arrays and tensors, without importing torch
-        return _plain(value.tolist()) if getattr(value, "nbytes", 0) <= LARGE else _hashed(value)
+        return (
+            _plain(value.tolist())
+            if getattr(value, "nbytes", 0) <= HASHED_BYTES
+            else _hashed(value)
+        )
     if is_dataclass(value) and not isinstance(value, type):
         made_with = {
             field.name: getattr(value, field.name) for field in fields(value) if field.init

@@ -29,7 +29,7 @@ ORDERS = np.array(
 # infinite loss. Over 10^8 releases it adds up to less than 1e-13, far below any delta in use.
 RELEASE_TAIL = 1e-22
 
-MOST_MU = 1e9
+MAX_MU = 1e9
 """Beyond it epsilon and delta of a Gaussian are infinity and 1 in floating point."""
 
 
@@ -48,8 +48,8 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Smallest epsilon at ``delta``, to 1e-12 relative, rounded up; infinite beyond `MOST_MU`."""
-    if mu > MOST_MU:
+    """Smallest epsilon at ``delta``, to 1e-12 relative, rounded up; infinite beyond `MAX_MU`."""
+    if mu > MAX_MU:
         return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0

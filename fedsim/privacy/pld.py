@@ -33,14 +33,14 @@ Pairs: TypeAlias = tuple[DominatingPair, DominatingPair]
 # loss.
 WINDOW_TAIL = 1e-15
 # Rounding error of a composition's mass, for each release in it.
-ROUNDING = 2.0**-53
+FLOAT64_ROUNDING = 2.0**-53
 # Steps of the grid in one standard deviation of the loss: relative error of epsilon about
 # 1 / (12 * 40^2), far below 1e-4, for any number of rounds.
 STEPS_PER_STD = 40
-LARGEST_STEP, LEAST_STEP = 0.02, 1e-12
-MOST_POINTS = 2**19
-MOST_WINDOW_POINTS = 2**22
-MOST_PROFILE_POINTS = 2**12
+MAX_STEP, MIN_STEP = 0.02, 1e-12
+MAX_POINTS = 2**19
+MAX_WINDOW_POINTS = 2**22
+MAX_PROFILE_POINTS = 2**12
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _composed_epsilon(items: frozenset[tuple[Pairs, int]], delta: float) -> floa
     h = _step(counts)
     # The phase of a transform is rounded, and multiplied by the number of releases: that error is
     # taken off delta, which makes epsilon larger.
-    allowed = delta - min(ROUNDING * sum(counts.values()), delta / 2)
+    allowed = delta - min(FLOAT64_ROUNDING * sum(counts.values()), delta / 2)
     return max(_epsilon(_composed(counts, h, side), allowed) for side in (0, 1))
 
 
@@ -85,7 +85,7 @@ def composed_profile(counts: Mapping[Pairs, int]) -> tuple[Array, Array]:
     h = _step(counts)
     composed = [_compose(counts, h, side) for side in (0, 1)]
     points = max(1, *(start + len(probs) for start, probs, _ in composed))
-    places = np.arange(0, points, -(-points // MOST_PROFILE_POINTS))
+    places = np.arange(0, points, -(-points // MAX_PROFILE_POINTS))
     worst = np.max([_deltas_at(places, *losses, h) for losses in composed], axis=0)
     return h * places.astype(np.float64), np.asarray(np.clip(worst, 0.0, 1.0))
 
@@ -95,7 +95,7 @@ def _deltas_at(
 ) -> Array:
     """Hockey-stick divergence, or more, at ``places * h``."""
     # Far below the least loss of a composition the divergence is 1: nothing is computed there.
-    below = max(0, start - MOST_WINDOW_POINTS)
+    below = max(0, start - MAX_WINDOW_POINTS)
     deltas = _deltas(start - below, probs, infinite, h)
     # Above its last loss a direction keeps the mass at infinity.
     values = deltas[np.clip(places - below, 0, len(deltas) - 1)]
@@ -119,10 +119,10 @@ def _step(counts: Mapping[Pairs, int]) -> float:
     """
     variance, upper, widest = _spread(counts)
     std = math.sqrt(variance / sum(counts.values()))
-    step = min(std / STEPS_PER_STD, LARGEST_STEP)
+    step = min(std / STEPS_PER_STD, MAX_STEP)
     # A composition too wide for the largest grid gets a coarser one, which is still an upper bound.
-    min_step = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(upper) / MOST_WINDOW_POINTS)
-    return float(2.0 ** (math.floor(4 * math.log2(max(step, min_step, LEAST_STEP))) / 4))
+    min_step = 2 * max(widest / MAX_POINTS, 18 * math.sqrt(upper) / MAX_WINDOW_POINTS)
+    return float(2.0 ** (math.floor(4 * math.log2(max(step, min_step, MIN_STEP))) / 4))
 
 
 def _spread(counts: Mapping[Pairs, int]) -> tuple[float, float, float]:
@@ -155,7 +155,7 @@ def _release(pair: DominatingPair, h: float) -> _GridLosses:
 
 def discretised(pair: DominatingPair, most: int = 2**11) -> DiscretePair:
     """Discrete pair of at most about ``most`` losses that dominates the given one."""
-    step = max(min(_std(pair) / STEPS_PER_STD, LARGEST_STEP), _range(pair) / most, LEAST_STEP)
+    step = max(min(_std(pair) / STEPS_PER_STD, MAX_STEP), _range(pair) / most, MIN_STEP)
     losses = _release(pair, step)
     return DiscretePair(losses.start, step, tuple(losses.probs.tolist()), losses.infinite)
 

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from scipy.special import log_ndtr, ndtr, ndtri
 
 from fedsim.arguments import check_arguments
-from fedsim.privacy.accountant import SMALLEST_PLD_DELTA, Accountant
+from fedsim.privacy.accountant import MIN_PLD_DELTA, Accountant
 from fedsim.privacy.events import Event
 from fedsim.privacy.losses import Array, bisected
 
 # A Gaussian's closed form loses its last digits in the special functions.
-ROUNDING = 1e-12
-LARGEST_EXPONENT = 700.0
+CURVE_TOLERANCE = 1e-12
+MAX_EXPONENT = 700.0
 FEW = 0.05
 """Fraction of people below which a statement says "nobody", and above the rest "everybody"."""
 CERTAIN = 1e-9
@@ -56,7 +56,7 @@ class TradeOff:
         rates = np.asarray(false_positives, dtype=np.float64)
         if self.exact_mu is not None:
             false_negatives = ndtr(-ndtri(rates) - self.exact_mu)  # 1 - rates rounds
-            return np.asarray(np.maximum(false_negatives - ROUNDING, 0.0))
+            return np.asarray(np.maximum(false_negatives - CURVE_TOLERANCE, 0.0))
         if not len(self.epsilons):
             return np.zeros_like(rates)
         # The highest of thousands of lines at each point, by bisection. Any of them is a valid
@@ -80,9 +80,7 @@ class TradeOff:
         chord's value at x = 0.
         """
         # Epsilons above the largest exponent become one point.
-        grown, first = np.unique(
-            np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT)), return_index=True
-        )
+        grown, first = np.unique(np.exp(np.minimum(self.epsilons, MAX_EXPONENT)), return_index=True)
         points: list[tuple[float, float]] = []
         falls: list[float] = [math.inf]  # of the chord that ends at each point
         for x, delta in zip(grown.tolist(), self.deltas[first].tolist(), strict=True):
@@ -113,7 +111,7 @@ class TradeOff:
             return self.exact_mu
         if not len(self.epsilons):
             return math.inf
-        usable = self.deltas > SMALLEST_PLD_DELTA
+        usable = self.deltas > MIN_PLD_DELTA
         epsilons, deltas = self.epsilons[usable], self.deltas[usable]
         if not len(epsilons):
             return 0.0

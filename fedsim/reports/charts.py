@@ -21,7 +21,7 @@ from fedsim.runs.metrics import (
 )
 from fedsim.runs.record import RunRecord
 
-MOST_POINTS = 800
+MAX_POINTS = 800
 """Points drawn of one line; of a longer one, the lowest and highest of each stretch are drawn."""
 
 _TABLE_ROWS = 8
@@ -93,7 +93,7 @@ class Lines:
         flags = ("x", "y", "percent", "square", "counts", "bytes", "from_zero")
         series = []
         for line in self.lines:
-            keep = thinned(line.y, MOST_POINTS)
+            keep = thinned(line.y, MAX_POINTS)
             columns = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
             shown = {
                 name: [_short(values[i]) for i in keep]

@@ -26,7 +26,7 @@ _IGNORED = ("name", "title", "seed", *path_keys(RunConfig(), "location", "operat
 _IGNORED_TABLES = ("engine.", "checkpoint.", "log.")
 _RESOLVED = ("client.path", "client.kernel", "client.block-size")
 
-_MOST_KEYS = 4  # in a group's label
+_MAX_KEYS = 4  # in a group's label
 
 
 def compare_page(records: Sequence[RunRecord]) -> str:
@@ -96,7 +96,7 @@ def _label(group: SeedGroup, groups: Sequence[SeedGroup]) -> str:
     keys = [
         key for key in group.point if len({repr(other.point.get(key, "")) for other in peers}) > 1
     ]
-    if not keys or len(keys) > _MOST_KEYS:
+    if not keys or len(keys) > _MAX_KEYS:
         return name
     settings = ", ".join(f"{key} {_value(group.point[key])}" for key in keys)
     return settings if len(peers) == len(groups) else f"{name}: {settings}"

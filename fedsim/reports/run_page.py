@@ -17,7 +17,7 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.run_config import nested
 from fedsim.privacy import Statement
 from fedsim.reports.charts import (
-    MOST_POINTS,
+    MAX_POINTS,
     Bars,
     Heat,
     Line,
@@ -73,7 +73,7 @@ def run_page(record: RunRecord) -> str:
         operators_facts=OPERATORS_FACTS,
         learning=learning,
         not_finite=_not_finite(record),
-        thinned=any(len(line.x) > MOST_POINTS for chart in learning for line in chart.lines),
+        thinned=any(len(line.x) > MAX_POINTS for chart in learning for line in chart.lines),
         ledgered=any(statement.cost.releases for statement in record.statements),
         meant_private=record.meant_private,
         simulated=any(s.simulated and s.private for s in record.statements),

@@ -106,11 +106,11 @@ def whole_record(path: Path) -> RunRecord:
     return replace(record, summary=summary | {"ended": "interrupted", "why": why})
 
 
-MOST_CLASSES = 200
+MAX_CLASSES = 200
 """Largest number of classes for which a confusion matrix is stored and drawn."""
 
-_MOST_COLUMNS = 120  # in the picture of all clients; if there are more, neighbours are averaged
-_MOST_BARS = 24
+_MAX_COLUMNS = 120  # in the picture of all clients; if there are more, neighbours are averaged
+_MAX_BARS = 24
 _BINS = 20
 _CHUNK = 256
 
@@ -215,7 +215,7 @@ def _test(
             if outputs.numel() != targets.numel():
                 return None
             predicted.append(outputs.reshape(-1))
-        elif outputs.shape[:-1] == targets.shape and outputs.shape[-1] <= MOST_CLASSES:
+        elif outputs.shape[:-1] == targets.shape and outputs.shape[-1] <= MAX_CLASSES:
             predicted.append(predicted_classes(outputs).reshape(-1))
         else:
             return None
@@ -242,7 +242,7 @@ def _confusion(
     if not len(truths):
         return None
     classes = int(max(predictions.max(), truths.max())) + 1
-    if classes > MOST_CLASSES:
+    if classes > MAX_CLASSES:
         return None
     cells = np.bincount(truths * classes + predictions, minlength=classes * classes)
     return {
@@ -281,7 +281,7 @@ def _partition(resolved: Resolved, names: Sequence[str]) -> dict[str, Any]:
     spread = f"{least:,.10g} at least, {median:,.10g} in the median, {most:,.10g} at most"
     y = data.y
     counts, labels = None, names
-    if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
+    if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MAX_CLASSES:
         counts = class_counts(y.cpu().numpy(), data.indices, int(y.max()) + 1)
         labels = class_labels(names, counts.shape[1])
     said = f"{sizes.sum():,} training examples on {len(sizes):,} clients: {spread}."
@@ -308,9 +308,9 @@ def distribution(
 
 
 def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
-    """Histogram of whole numbers in at most `_MOST_BARS` bars of equal width."""
+    """Histogram of whole numbers in at most `_MAX_BARS` bars of equal width."""
     low, high = int(values.min()), int(values.max())
-    width = max(1, -(-(high - low + 1) // _MOST_BARS))
+    width = max(1, -(-(high - low + 1) // _MAX_BARS))
     counts = np.bincount((values - low) // width)
     starts = [low + width * k for k in range(len(counts))]
     labels = [str(start) if width == 1 else f"{start}–{start + width - 1}" for start in starts]
@@ -322,7 +322,7 @@ def _classes(counts: npt.NDArray[np.int64], names: Sequence[str]) -> dict[str, A
     summary: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
     if counts.shape[1] <= _BINS:
         shares, order = class_shares(counts), by_largest_class(counts)
-        columns = np.array_split(order, min(len(order), _MOST_COLUMNS))
+        columns = np.array_split(order, min(len(order), _MAX_COLUMNS))
         summary["mixes"] = {
             "labels": names,
             "columns": [str(c[0]) if len(c) == 1 else f"{len(c)} neighbours" for c in columns],

@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 S = TypeVar("S")
 
 # 2^-1200 is below the least bit of any float64, denormals included (2^-1074).
-LEAST_BIT = 1200
+MIN_BIT = 1200
 HALF = 26
 
 
@@ -63,7 +63,7 @@ class ExactSum:
         low = np.bincount(which, weights=digits & (2**HALF - 1), minlength=len(shifts))
         high = np.bincount(which, weights=digits >> HALF, minlength=len(shifts))
         units = sum(
-            ((int(h) << HALF) + int(lo)) << (int(shift) - 53 + LEAST_BIT)
+            ((int(h) << HALF) + int(lo)) << (int(shift) - 53 + MIN_BIT)
             for shift, lo, h in zip(shifts, low, high, strict=True)
         )
         return cls(units, len(flat), len(flat) - len(finite))
@@ -76,7 +76,7 @@ class ExactSum:
         """The mean, rounded once; NaN if there are no numbers, or one was not finite."""
         if self.bad or not self.count:
             return float("nan")
-        return self.units / (self.count << LEAST_BIT)
+        return self.units / (self.count << MIN_BIT)
 
 
 class Metric(ABC):

@@ -17,7 +17,7 @@ from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Ge
 from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import LEAST_BIT, ExactSum, Mean, Metric, Summed, by_label, counted
+from fedsim.tasks.metrics import MIN_BIT, ExactSum, Mean, Metric, Summed, by_label, counted
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -318,7 +318,7 @@ class R2(Summed):
             if errors.bad or total.bad:
                 return math.nan
             # sum y^2 - (sum y)^2 / n in rational numbers, so that no digits cancel.
-            unit = 1 << LEAST_BIT
+            unit = 1 << MIN_BIT
             variation = Fraction(squares.units, unit)
             if total.count:
                 variation -= Fraction(total.units**2, total.count * unit * unit)

@@ -35,7 +35,7 @@ from fedsim.training.structure.reading import Reading, read
 
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
-MOST_CHUNKS = 64  # chunks in one call
+MAX_CHUNKS = 64  # chunks in one call
 CLIENTS = 256  # clients in a block
 CALL_BYTES = 2**26  # most bytes of the inputs and outputs of one call
 
@@ -49,7 +49,7 @@ class CallSize:
     def learn(self, *tensors: Tensor) -> None:
         """Set it from the inputs and outputs of a call, tensors with one row per chunk."""
         chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
-        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
+        self.chunks = max(1, min(MAX_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from fedsim.training.data import ClientData
 from fedsim.training.side_effects import exact
 from fedsim.training.structure.tables import BY_EXAMPLE, is_torchs_own
 
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 """Most memory for the outputs of the examples that clients have; beyond it none are stored."""
 
 _LATEST: dict[bytes, dict[bytes, tuple[Tensor, Tensor]]] = {}
@@ -98,7 +98,7 @@ def _cached_outputs(
 ) -> tuple[Tensor, Tensor] | None:
     """These ``examples``, perhaps with others, and their outputs; None if those are too large."""
     row = stem(data.inputs(examples[:1], dtype))[0]
-    if len(examples) * row.nbytes > MOST_BYTES:
+    if len(examples) * row.nbytes > MAX_BYTES:
         return None
     if not all(map(is_torchs_own, stem.modules())):  # no digest tells what a hook does
         return examples, _stem_outputs(row, stem, data, examples)
@@ -120,7 +120,7 @@ def _cached_outputs(
     empty = examples[:0], row.new_zeros(0, *row.shape)
     entry = cache.get(digest, empty)
     new = examples[~torch.isin(examples, entry[0])]
-    if len(new) * row.nbytes + sum(outputs.nbytes for _, outputs in cache.values()) > MOST_BYTES:
+    if len(new) * row.nbytes + sum(outputs.nbytes for _, outputs in cache.values()) > MAX_BYTES:
         cache.clear()
         new, entry = examples, empty
     if len(new):

@@ -22,7 +22,7 @@ from fedsim.clients.base import Dense, Gradient, slice_of
 from fedsim.rows.packing import Packing, aligned_empty, product
 
 WIDE = 16  # columns from which on libraries multiply as they do large matrices
-LARGE = 2**17  # bytes of a client's matrix from which on clients go one by one (`_pieces`)
+PIECEWISE_BYTES = 2**17  # bytes of a client's matrix above which clients go one by one (`_pieces`)
 
 
 class BlockOfOne(Mapping[str, Tensor]):
@@ -279,6 +279,6 @@ def _sums_of_examples(deltas: Tensor) -> Tensor:
 
 def _pieces(block: Tensor) -> list[slice]:
     """One client at a time where a client's matrix is large, else all at once."""
-    if block.is_cuda or block[0].numel() * block.element_size() < LARGE:
+    if block.is_cuda or block[0].numel() * block.element_size() < PIECEWISE_BYTES:
         return [slice(None)]
     return [slice(k, k + 1) for k in range(len(block))]

@@ -43,7 +43,7 @@ from fedsim.training.steps import Stepper
 
 _log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 128  # of a trainer, about a MB each; the least recently used one is dropped
+MAX_GRAPHS = 128  # of a trainer, about a MB each; the least recently used one is dropped
 WARM_UP = 2
 INDEX, WEIGHT = "batch.index", "batch.weight"
 
@@ -121,7 +121,7 @@ class StepGraphs:
                 _log.warning("a CUDA graph could not be captured (%s); training without one", error)
                 self.can_capture = False
                 self.graphs.clear()
-            if len(self.graphs) > MOST_GRAPHS:
+            if len(self.graphs) > MAX_GRAPHS:
                 self.graphs.popitem(last=False)
         if phase is None or not self.can_capture:
             state = _entries(buffered)

@@ -73,7 +73,7 @@ def test_evaluations_of_many_clients_are_audited_with_fewer(
     def end(self: MetricsEvidence) -> Iterator[Gathered]:
         raise FedsimError(f"{self.strategies(1).plan.sampler.population} clients")
 
-    monkeypatch.setattr(config_evidence, "MOST_CLIENTS", 10)
+    monkeypatch.setattr(config_evidence, "MAX_CLIENTS", 10)
     monkeypatch.setattr(ConfigEvidence, "checks", lambda self: iter(()))
     monkeypatch.setattr(MetricsEvidence, "checks", end)
     with pytest.raises(FedsimError, match="10 clients"):

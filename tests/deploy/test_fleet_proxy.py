@@ -126,7 +126,7 @@ def test_a_superlink_that_is_away_is_said_to_be_so():
 
 def test_bodies_of_all_connections_together_are_limited(monkeypatch):
     """Anybody could have filled the server's memory by 256 bodies that never end."""
-    monkeypatch.setattr(fleet_proxy, "_LARGEST_BODIES", 1000)
+    monkeypatch.setattr(fleet_proxy, "_MAX_BODIES", 1000)
     monkeypatch.setattr(fleet_proxy, "_SECONDS", 0.2)
     scope = {"type": "http", "method": "POST", "raw_path": b"/v1/fleet/get-run",
              "query_string": b"", "headers": []}  # fmt: skip

@@ -277,7 +277,7 @@ def test_a_hundred_distinct_noises_are_composed_exactly():
 
 @pytest.mark.slow
 def test_more_distinct_noises_are_rounded_down_and_then_left_to_renyi(monkeypatch):
-    monkeypatch.setattr("fedsim.privacy.accountant.MOST_EXACT", 15)
+    monkeypatch.setattr("fedsim.privacy.accountant.MAX_EXACT", 15)
     near = [Event.of(PoissonCohort(0.05), 1.0 + 0.004 * t) for t in range(16)]
     exact = Accountant(near[:15]).epsilon(1e-5)
     rounded = Accountant(near).cost(1e-5)

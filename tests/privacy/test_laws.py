@@ -115,7 +115,7 @@ def test_many_noises_of_a_users_law_are_still_an_upper_bound(monkeypatch):
     events = [Event(noise_multiplier=float(z), law=Own()) for z in zs]
     shipped = [replace(event, law=PoissonLaw(rate=0.1)) for event in events]
     exact = Accountant(shipped).epsilon(DELTA)
-    monkeypatch.setattr("fedsim.privacy.accountant.MOST_EXACT", 15)
+    monkeypatch.setattr("fedsim.privacy.accountant.MAX_EXACT", 15)
     assert Accountant(events).epsilon(DELTA) >= exact * (1 - 1e-3)
 
 

@@ -8,7 +8,7 @@ from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.privacy import Accountant, Event, tradeoff
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.privacy.losses import gaussian_delta, gaussian_epsilon
-from fedsim.privacy.pld import MOST_WINDOW_POINTS, _deltas_at
+from fedsim.privacy.pld import MAX_WINDOW_POINTS, _deltas_at
 
 ALARMS = np.linspace(0.001, 0.999, 300)
 CASES = {
@@ -117,7 +117,7 @@ def test_the_sentence_rounds_misses_down():
 def test_far_below_all_losses_no_point_is_computed_and_above_nothing_changes():
     probs, places = np.array([0.25, 0.5, 0.2]), np.arange(9)
     near = _deltas_at(places, 3, probs, 0.05, 0.1)
-    far = MOST_WINDOW_POINTS**2
+    far = MAX_WINDOW_POINTS**2
     shifted = _deltas_at(places + far, 3 + far, probs, 0.05, 0.1)
     np.testing.assert_allclose(shifted[3:], near[3:], rtol=1e-12)
     assert _deltas_at(np.array([0, 5]), 3 + far, probs, 0.05, 0.1).tolist() == [1.0, 1.0]

@@ -185,9 +185,9 @@ def test_outputs_that_would_take_too_much_memory_are_not_kept(
     model, data = stemmed(), clients()
     monkeypatch.setattr(module, "_LATEST", {})
     # The examples that nobody has do not count.
-    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 8 - 1)
+    monkeypatch.setattr(module, "MAX_BYTES", sum(SIZES) * 8 * 8 - 1)
     assert behind_frozen_stem(model, data) == (model, data)
-    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 8)
+    monkeypatch.setattr(module, "MAX_BYTES", sum(SIZES) * 8 * 8)
     assert behind_frozen_stem(model, data)[0] is not model
 
 
@@ -209,7 +209,7 @@ def test_what_is_kept_never_takes_more_memory_than_one_run_may(
     monkeypatch: pytest.MonkeyPatch, computed: list[int]
 ) -> None:
     data, model = clients(torch.float32), stemmed(torch.float32)
-    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 4)
+    monkeypatch.setattr(module, "MAX_BYTES", sum(SIZES) * 8 * 4)
     for k in range(3):
         other = ClientData(data.x + k, data.y, data.indices, data.mean, data.std)
         behind_frozen_stem(model, other)

@@ -121,7 +121,7 @@ def test_every_step_is_computed_for_a_whole_block_however_few_clients_are_left(
 
 
 def test_graphs_are_bounded_in_number_and_the_oldest_goes(eager, taped, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
     plain = eager(SGD(lr=0.1))
     bounded = taped(SGD(lr=0.1))
     expected, got = (rounds(t, start(t), COHORTS) for t in (plain, bounded))

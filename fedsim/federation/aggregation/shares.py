@@ -35,7 +35,7 @@ from fedsim.rows.exact import RowMasks
 STATE_RECORD = "mechanism-state"
 USABLE = "share-usable"
 
-ROUNDING = 1e-9
+SHARE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _require_bounded(total: PartialSum) -> None:
     for summed in total.segments:
         grid = summed.grids["sum"]
         norms = torch.linalg.vector_norm(grid.on_grid(), dim=-1) * grid.unit
-        if bool((norms > grid.radius * (1 + ROUNDING)).any()):
+        if bool((norms > grid.radius * (1 + SHARE_TOLERANCE)).any()):
             raise FedsimError(
                 "the mechanism-state of the message makes rows longer than the bound that their "
                 "noise is for; it must be the state that this mechanism has in the round."

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 CHUNK_FRACTION = 0.75
 """Cost of a chunk, as a fraction of the remaining cost per worker."""
-MOST_CHUNKS_PER_WORKER = 12
+MAX_CHUNKS_PER_WORKER = 12
 """A chunk costs at least the round's cost per worker divided by this number."""
 RETRIES = 2
 """How many times a chunk may lose its worker before its clients are tried one by one."""
@@ -328,7 +328,7 @@ def chunks(
     """
     order = np.argsort(-costs, kind="stable")
     cumulative = np.concatenate([[0.0], np.cumsum(costs[order])])
-    min_cost = cumulative[-1] / (MOST_CHUNKS_PER_WORKER * workers)
+    min_cost = cumulative[-1] / (MAX_CHUNKS_PER_WORKER * workers)
     parts: list[Ids] = []
     start = 0
     while start < len(order):

@@ -30,7 +30,7 @@ _log = logging.getLogger("fedsim")
 
 _PUSH_AT_ONCE = 64
 _REASONS_LOGGED = 20
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 _MAX_POLL_SECONDS = 0.5
 
 
@@ -195,7 +195,7 @@ class StreamingGrid(OwnGrid):
         """Log the error of a node's reply; each reason once, and a limited number of reasons."""
         if not reply.has_error() or len(self._logged) >= _REASONS_LOGGED:
             return
-        reason = printable(reply.error.reason, _LONGEST_REASON)
+        reason = printable(reply.error.reason, _MAX_REASON)
         if reason not in self._logged:
             self._logged.add(reason)
             _log.warning("a node answered with an error: %s", reason)

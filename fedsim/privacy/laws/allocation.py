@@ -36,13 +36,13 @@ from fedsim.settings import Ge
 
 STEPS_PER_STD = 40
 """Points of the grid of log S in one standard deviation of it."""
-MOST_POINTS = 4096
+MAX_POINTS = 4096
 """About the most points of that grid; a coarser grid is still an upper bound."""
 REACH = 9.0
 """Standard deviations that the grid covers; what is above it counts as an infinite loss."""
-MOST_MOMENT = 64
+MAX_MOMENT = 64
 """Largest order for which moments of S are computed."""
-LEAST_NOISE = 0.05
+MIN_AMPLIFIED_NOISE = 0.05
 """Least z of a grid, whose largest losses are about ``1 / (2 z^2) + REACH / z``."""
 
 
@@ -175,7 +175,7 @@ def _exceeds_grid(rounds: int, z: float) -> bool:
     With little noise the masses of the grid's largest losses underflow. With much noise its step
     is above the standard deviation of the loss, ``1 / z``.
     """
-    return z < LEAST_NOISE or z * math.log(rounds) > 1.5 * MOST_POINTS
+    return z < MIN_AMPLIFIED_NOISE or z * math.log(rounds) > 1.5 * MAX_POINTS
 
 
 def _check_parts(plan: AllocationLaw | Allocation, prefix: str = "") -> None:
@@ -247,7 +247,7 @@ def _mean_of_lognormals(
     # sqrt(log(1 + std^2)). The exponent is capped against overflow; the grid is then at its
     # coarsest anyway.
     spread = math.sqrt(math.log1p(math.expm1(min(1 / z**2, 700.0)) / terms))
-    step = max(min(spread, 1 / z) / STEPS_PER_STD, (high - low) / MOST_POINTS)
+    step = max(min(spread, 1 / z) / STEPS_PER_STD, (high - low) / MAX_POINTS)
     points = math.ceil((high - low) / step) + 1
     grid: Array = low + step * np.arange(points, dtype=np.float64)
     term = _split_lognormal(grid + math.log(terms), z)
@@ -321,7 +321,7 @@ def allocation_rdp(rounds: int, noise_multiplier: float) -> Array:
     # Row removed, for whole orders m: the divergence is log E S^m / (m - 1). One variable L has
     # E L^m = exp(m (m - 1) / (2 z^2)). The generating function sum_m E L^m x^m / m!, raised to the
     # power t, has the moments of the sum of t of them; by squaring, in logarithms.
-    m = np.arange(MOST_MOMENT + 1)
+    m = np.arange(MAX_MOMENT + 1)
     series = m * (m - 1) / (2 * z**2) - gammaln(m + 1)
     power = np.where(m == 0, 0.0, -np.inf)
     for bit in bin(rounds)[2:]:

@@ -31,7 +31,7 @@ from fedsim.settings import Ge, Gt, Le
 Mask = npt.NDArray[np.bool_]
 
 # Standard deviations above the expected sample size for which gaps are drawn at first.
-SPREAD = 4.0
+GAP_DEVIATIONS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def draw_poisson(
     expected = max(sampler.expected_size for sampler in samplers)
     # The width may depend on the other clients in the block: a generator gives the same first
     # gaps for any number requested, so that no sample depends on it.
-    width = int(expected + SPREAD * math.sqrt(expected)) + 4
+    width = int(expected + GAP_DEVIATIONS * math.sqrt(expected)) + 4
     # float64, because sums of gaps may overflow int64. Only sums up to the population count, and
     # integers below 2^53 are exact. Infinity marks the steps that a client does not have.
     gaps = np.full((len(samplers), max(map(len, steps)), width), np.inf)

@@ -16,7 +16,7 @@ from fedsim.privacy.noise.correlated import Array, Toeplitz, remaining, solved, 
 from fedsim.registry import register
 from fedsim.settings import Ge, NotAllowedError, Text
 
-MOST_BANDS = 64
+MAX_BANDS = 64
 """The most bands by default: the state has a vector of the model's size for each but one."""
 AUTO = -1
 """Internal value of ``bands`` where a config says ``auto``."""
@@ -75,7 +75,7 @@ class Banded(Toeplitz):
 
     def best_coefficients(self, participation: Participation) -> str:
         """First column of C with the least error: `bands` numbers, at most one for each round."""
-        bands = self.bands or min(participation.separation, MOST_BANDS)
+        bands = self.bands or min(participation.separation, MAX_BANDS)
         return text_of(best_bands(participation.rounds, min(bands, participation.rounds)))
 
     def valid(self, numbers: Sequence[float]) -> bool:

@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError
 from fedsim.runs import factories
 from fedsim.runs.callbacks import Measure
 
-LONGEST_LABEL = 150
+MAX_LABEL = 150
 
 Setting: TypeAlias = tuple[tuple[str, Scalar], ...]
 """Values on a sweep's axes but the seed's."""
@@ -50,10 +50,10 @@ class SweepRun:
         """
         label = ",".join(f"{key}={value}" for key, value in self.point.items())
         name = re.sub(r"[^A-Za-z0-9=,.+_-]", "_", label)
-        if name == label and len(name) <= LONGEST_LABEL:
+        if name == label and len(name) <= MAX_LABEL:
             return name
         digest = hashlib.sha256(label.encode()).hexdigest()[:8]
-        return f"{name[: LONGEST_LABEL - 9]}-{digest}"
+        return f"{name[: MAX_LABEL - 9]}-{digest}"
 
 
 def grid_runs(config: RunConfig, axes: Mapping[str, list[Any]]) -> list[SweepRun]:

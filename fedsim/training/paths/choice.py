@@ -61,7 +61,7 @@ KernelName = Literal["auto", "eager", "compiled"]
 CPU_BYTES = 2**25
 CUDA_BYTES = 2**31
 SMALL_BYTES = 2**18
-MOST_CLIENTS = {"cpu": 256, "cuda": 4096}
+MAX_CLIENTS = {"cpu": 256, "cuda": 4096}
 
 
 class Path(Protocol):
@@ -301,7 +301,7 @@ def most_clients(
 def most_rows(device: torch.device, row_bytes: int) -> int:
     """Most rows of this size in a block, by the rule."""
     budget = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
-    return max(1, min(MOST_CLIENTS.get(device.type, 256), budget // max(1, row_bytes)))
+    return max(1, min(MAX_CLIENTS.get(device.type, 256), budget // max(1, row_bytes)))
 
 
 def _convolutional(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from fedsim.runs import factories
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 
-MOST_ROUNDS = 300
+MAX_ROUNDS = 300
 """Rounds of the one run: more cost time and detect little more."""
 
 
@@ -86,7 +86,7 @@ def audit_config(
         worst = factories.most_expensive_client(config, privacy, sizes, config.rounds)
         claim = Claim(() if worst is None else (worst,), config.client.noise.delta)
         return Verdict(claim, (), tuple(results), confidence), assumptions
-    two_world_target, one_run_target = evidence.at_most(rounds), evidence.at_most(MOST_ROUNDS)
+    two_world_target, one_run_target = evidence.at_most(rounds), evidence.at_most(MAX_ROUNDS)
     whole_target = evidence.full
     verdict = audit(
         two_world_target.strategy,

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from whitebox import catalogue
 from whitebox.evidence import FEW_ROUNDS, MEDIUM_PARAMETERS
-from whitebox.evidence import MOST_ROUNDS as MOST_WHOLE_ROUNDS
+from whitebox.evidence import MAX_ROUNDS as MAX_WHOLE_ROUNDS
 from whitebox.ledger_checks import AFFORDABLE_ROUNDS, budget_between
 from whitebox.local_training import ExampleEvidence, TrainerTarget
 from whitebox.target import StrategyFactory, StrategyTarget, parameters
@@ -38,8 +38,8 @@ from fedsim.strategies import DPFedAvg
 _log = logging.getLogger("fedsim")
 
 # Limits: more clients cost time and detect little more.
-MOST_CLIENTS = 1000
-MOST_EXAMPLES = 512
+MAX_CLIENTS = 1000
+MAX_EXAMPLES = 512
 OWN_ROUNDS, OWN_STEPS = 2, 2
 """Number of rounds, and of each client's steps, of the config's own run."""
 
@@ -73,15 +73,15 @@ class ConfigEvidence:
 
     @cached_property
     def smaller(self) -> RunConfig:
-        """The config with at most `MOST_CLIENTS` clients, at the same sampling rate."""
+        """The config with at most `MAX_CLIENTS` clients, at the same sampling rate."""
         config = self.config
         declared = cohort(config)
         assert declared.population is not None
-        if declared.population <= MOST_CLIENTS:
+        if declared.population <= MAX_CLIENTS:
             return config
-        changes: dict[str, int] = {"partition.clients": MOST_CLIENTS}
+        changes: dict[str, int] = {"partition.clients": MAX_CLIENTS}
         if isinstance(declared, FixedCohort):
-            changes["cohort.size"] = max(1, round(declared.rate * MOST_CLIENTS))
+            changes["cohort.size"] = max(1, round(declared.rate * MAX_CLIENTS))
         return config.replace(**changes)
 
     @cached_property
@@ -105,7 +105,7 @@ class ConfigEvidence:
     @cached_property
     def full(self) -> StrategyTarget:
         """A target with as many rounds as whole runs can afford, at the config's noise."""
-        rounds = min(self.config.rounds, MOST_WHOLE_ROUNDS)
+        rounds = min(self.config.rounds, MAX_WHOLE_ROUNDS)
         return StrategyTarget(strategies(self.smaller, self.noise), rounds=rounds)
 
     @property
@@ -170,7 +170,7 @@ class ConfigEvidence:
             privacy = self.resolved.trainer.privacy
             assert privacy is not None
             work = self.config.client.make_work()
-            target = TrainerTarget.smaller(privacy, work, size, MOST_EXAMPLES)
+            target = TrainerTarget.smaller(privacy, work, size, MAX_EXAMPLES)
             yield ExampleEvidence.of(target, self.config.rounds, worlds, self.seed)
 
     @property
@@ -183,7 +183,7 @@ class ConfigEvidence:
         """Assumptions of the checks at example level, in a sentence."""
         return (
             f"clients with {' and '.join(f'{size:,}' for size in self._sizes)} examples (of more "
-            f"than {MOST_EXAMPLES:,}, this many at the same rate), through the trainer; gradients "
+            f"than {MAX_EXAMPLES:,}, this many at the same rate), through the trainer; gradients "
             "of examples are made up, and one is zero or not; and examples of the config's own "
             "data through its own model"
         )

@@ -30,10 +30,10 @@ from fedsim.privacy import Event
 from fedsim.privacy.laws import Participation
 from fedsim.privacy.plan import of_user
 
-MOST_ROUNDS = 1000
+MAX_ROUNDS = 1000
 SILENT_RUNS = 2
 SMALL_MODEL_RUNS, FEW_PARAMETERS = 4, 8
-FEWEST_RELEASES = 4 * FEW_PARAMETERS
+MIN_RELEASES = 4 * FEW_PARAMETERS
 """With fewer releases the likelihood ratio of a small model is not yet a chi-square."""
 MEDIUM_PARAMETERS = 512
 FEW_ROUNDS = 3
@@ -142,7 +142,7 @@ class Evidence:
     @cached_property
     def _small(self) -> tuple[Target, list[Observation]]:
         few = self.target.with_model(parameters(FEW_PARAMETERS))
-        number = max(SMALL_MODEL_RUNS, -(-FEWEST_RELEASES // len(self.runs[0].moves)))
+        number = max(SMALL_MODEL_RUNS, -(-MIN_RELEASES // len(self.runs[0].moves)))
         seeds = range(self.seed + SILENT_RUNS, self.seed + SILENT_RUNS + number)
         return few, [few.observe(few.silent_clients(), seed) for seed in seeds]
 
@@ -254,7 +254,7 @@ class Evidence:
     @cached_property
     def _system(self) -> list[Observation]:
         total = DEEP_SYSTEM_ROUNDS if self.deep else SYSTEM_ROUNDS
-        target = self.target.at_most(MOST_ROUNDS).with_model(parameters(FEW_PARAMETERS))
+        target = self.target.at_most(MAX_ROUNDS).with_model(parameters(FEW_PARAMETERS))
         first = target.observe(target.silent_clients(), None)
         more = max(2, -(-total // len(first.moves))) - 1
         return [first, *(target.observe(target.silent_clients(), None) for _ in range(more))]

@@ -24,7 +24,7 @@ from whitebox.target import Target
 
 from fedsim.audit.attacks import absence
 from fedsim.audit.checks import Floats, Statistic, statistical
-from fedsim.audit.claim import LEAST_P, Claim
+from fedsim.audit.claim import MIN_P, Claim
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
 from fedsim.privacy.losses import bisected
@@ -148,7 +148,7 @@ def refuted_p_value(canaries: int, guesses: int, correct: int, claim: Claim) -> 
 
     if 2 * correct <= guesses:
         return 1.0
-    low, high = math.log(LEAST_P), 0.0
+    low, high = math.log(MIN_P), 0.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         refuted = is_refuted(canaries, guesses, correct, math.exp(middle), shrink)

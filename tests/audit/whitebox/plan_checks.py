@@ -26,13 +26,13 @@ from fedsim.privacy.laws import Participation
 from fedsim.randomness import Address
 
 SEEDS = 96
-SMALLEST_DIFFERENCE = 1e-12
+MIN_DIFFERENCE = 1e-12
 FUNCTION_RESIDUAL = 1e-8
 """A number whose residuals are at most this part of its spread is a function of the release."""
 FUNCTION_BROKEN = 1e-5
-MOST_STDS_OFF = 12.0
+MAX_STDS_OFF = 12.0
 """How far, in residual stds, a number that nearly follows from the release may be off."""
-MOST_NUMBERS = 512
+MAX_NUMBERS = 512
 NOISY = ("info.", "state.mechanism", "sent.")
 """Prefixes of numbers that may depend on released scalars, or nonlinearly on the parameters."""
 
@@ -146,13 +146,13 @@ def _unexplained(noise_only: NoiseOnly) -> str | None:
         for index, name in enumerate(names):
             size = 1 + abs(values[0, index])
             off = abs(measured[index] - predicted[index])
-            if spread[index] <= SMALLEST_DIFFERENCE * size:
-                if abs(measured[index] - values[0, index]) > SMALLEST_DIFFERENCE * size:
+            if spread[index] <= MIN_DIFFERENCE * size:
+                if abs(measured[index] - values[0, index]) > MIN_DIFFERENCE * size:
                     return f"{name} has no noise and moves with a canary"
             elif residuals[index] <= FUNCTION_RESIDUAL * spread[index]:
                 if off > FUNCTION_BROKEN * (spread[index] + abs(measured[index])):
                     return f"{name} follows from the release only if all clients send zeros"
-            elif small and off > MOST_STDS_OFF * residuals[index] and not name.startswith(NOISY):
+            elif small and off > MAX_STDS_OFF * residuals[index] and not name.startswith(NOISY):
                 return f"{name} is {off / residuals[index]:.3g} std from what the release explains"
     return None
 
@@ -169,7 +169,7 @@ def _table(runs: Sequence[Observation]) -> tuple[list[str], Floats] | None:
             return None
         names = list(flat)
         rows.append(list(flat.values()))
-    return names[:MOST_NUMBERS], np.array(rows)[:, :MOST_NUMBERS]
+    return names[:MAX_NUMBERS], np.array(rows)[:, :MAX_NUMBERS]
 
 
 def _flat(numbers: Mapping[str, Floats]) -> dict[str, float]:

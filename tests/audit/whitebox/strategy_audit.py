@@ -11,7 +11,7 @@ import torch
 from whitebox import catalogue
 from whitebox.bound_checks import changes_shape
 from whitebox.clients import WORLDS, World
-from whitebox.evidence import FEW_ROUNDS, MEDIUM_PARAMETERS, MOST_ROUNDS, ClientEvidence
+from whitebox.evidence import FEW_ROUNDS, MAX_ROUNDS, MEDIUM_PARAMETERS, ClientEvidence
 from whitebox.ledger_checks import common_claim
 from whitebox.one_run import guess_coins
 from whitebox.target import Parameters, StrategyFactory, StrategyTarget, Target, parameters
@@ -24,7 +24,7 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
 Tick = Callable[[int], None]
-MOST_PARAMETERS, MOST_VALUES = 2048, 2**18
+MAX_PARAMETERS, MAX_VALUES = 2048, 2**18
 """Parameters of the model in whole runs, and the most values of one run that they may give."""
 
 
@@ -120,12 +120,12 @@ def audit(
 
 def _with_whole_model(target: StrategyTarget) -> StrategyTarget:
     """The target with as many parameters as whole runs can afford, to see more noise."""
-    target = target.at_most(MOST_ROUNDS).with_model(parameters(64))
+    target = target.at_most(MAX_ROUNDS).with_model(parameters(64))
     states = target.at_most(FEW_ROUNDS).observe(target.silent_clients(), 1).states
     # Shares of noise are drawn for each client, and changing units computed in each round.
     slow = target.shares or changes_shape(states)
-    many = target.rounds > MOST_VALUES // MOST_PARAMETERS
-    return target.with_model(parameters(MEDIUM_PARAMETERS if slow or many else MOST_PARAMETERS))
+    many = target.rounds > MAX_VALUES // MAX_PARAMETERS
+    return target.with_model(parameters(MEDIUM_PARAMETERS if slow or many else MAX_PARAMETERS))
 
 
 def _differences(target: StrategyTarget, worlds: Sequence[Attack]) -> tuple[Floats, str]:

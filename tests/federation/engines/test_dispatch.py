@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_clients import ToyTrainer
 
-from fedsim.federation.engines.dispatch import MOST_CHUNKS_PER_WORKER, chunks
+from fedsim.federation.engines.dispatch import MAX_CHUNKS_PER_WORKER, chunks
 
 costs_of = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -27,7 +27,7 @@ def test_free_workers_finish_within_two_clients_or_a_small_share_of_each_other(c
     busy = [0.0] * workers
     for chunk in chunks(ids, np.array(costs, dtype=float), workers=workers, largest=1000):
         busy[int(np.argmin(busy))] += sum(costs[client] for client in chunk.tolist())
-    share = sum(costs) / (MOST_CHUNKS_PER_WORKER * workers)
+    share = sum(costs) / (MAX_CHUNKS_PER_WORKER * workers)
     assert max(busy) - min(busy) <= max(costs) + max(max(costs), share)
 
 

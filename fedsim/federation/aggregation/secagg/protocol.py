@@ -29,7 +29,7 @@ RECORD = "secagg"
 """Name of the config record in the protocol's messages and replies."""
 Stage = Literal["keys", "shares", "masked", "unmask"]
 PREFIX = b"fedsim-secagg-1"
-MOST_CLIENTS = 100_000
+MAX_CLIENTS = 100_000
 
 Words = npt.NDArray[np.uint64]
 """Vector of integers modulo 2^64: numpy's unsigned arithmetic wraps around."""
@@ -102,7 +102,7 @@ def numbers(record: Mapping[str, object], name: str) -> list[int]:
     listed: list[Any] = entries if isinstance(entries, list) else [None]
     # By exact type: true and false are integers too.
     sound = all(type(entry) is int and 0 <= entry < 2**63 for entry in listed)
-    if not sound or len(set(listed)) != len(listed) or len(listed) > MOST_CLIENTS:
+    if not sound or len(set(listed)) != len(listed) or len(listed) > MAX_CLIENTS:
         raise FedsimError(f"'{name}' of a message of secure aggregation is not a list of clients.")
     return listed
 
