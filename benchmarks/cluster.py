@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from fedsim.array_types import Ints
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -30,7 +32,7 @@ from fedsim.cohorts import FixedCohort
 from fedsim.engines import RayGrid, array_record
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block, BlockTrainer, Ids
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.strategies import DPFedAvg
 
 POPULATION, NODES = 1000, 3
@@ -44,7 +46,7 @@ class Waves(BlockTrainer):
 
     population: int = POPULATION
 
-    def train(self, vector: torch.Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: torch.Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Blocks of rows that take hardly any time to compute."""
         for start in range(0, len(client_ids), 10):
             ids = client_ids[start : start + 10]

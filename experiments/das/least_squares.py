@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.array_types import Ints
 from fedsim.clients import SGD
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows.block import Block, BlockTrainer, Ids
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.training import ClientData, Trainer
 
 Floats = npt.NDArray[np.float64]
@@ -135,7 +136,7 @@ class ClosedForm(BlockTrainer):
         """Number of clients."""
         return self._problem.n
 
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """One block with the updates of all sampled clients."""
         w, U = vector.double().numpy(), self._U[client_ids]
         along = np.einsum("ndm,nd->nm", U, w - self._problem.optima[client_ids])
@@ -147,7 +148,7 @@ class ClosedForm(BlockTrainer):
             np.ones(len(client_ids), dtype=bool),
         )
 
-    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """No blocks: clients do not evaluate."""
         return iter(())
 
@@ -171,7 +172,7 @@ class Watched(BlockTrainer):
         """Number of clients."""
         return self._trainer.population
 
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Blocks of the wrapped trainer; appends one number to `bounded`."""
         total, count = 0.0, 0
         for block in self._trainer.train(vector, client_ids, round):
@@ -182,7 +183,7 @@ class Watched(BlockTrainer):
             yield block
         self.bounded.append(total / count)
 
-    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Blocks of the wrapped trainer."""
         return self._trainer.evaluate(vector, client_ids, round)
 

@@ -9,7 +9,8 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor, nn
 
-from fedsim.partitions import Examples, Indices, Partition
+from fedsim.array_types import Ints
+from fedsim.partitions import Examples, Partition
 from fedsim.partitions.base import require_enough
 
 FEWEST = 10
@@ -61,13 +62,13 @@ class CappedDirichlet(Partition):
     clients: int = 10
     seed: int = 0
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> list[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> list[Ints]:
         """Positions of each client's examples."""
         labels = examples.labels
         require_enough(FEWEST * self.clients, len(labels))
         sizes = np.zeros(self.clients)
         while sizes.min() < FEWEST:
-            dealt: list[list[Indices]] = [[] for _ in range(self.clients)]
+            dealt: list[list[Ints]] = [[] for _ in range(self.clients)]
             sizes = np.zeros(self.clients)
             for label in np.unique(labels):
                 positions = generator.permutation(np.flatnonzero(labels == label))
@@ -90,12 +91,12 @@ class TwoClasses(Partition):
     clients: int = 10
     seed: int = 0
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> list[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> list[Ints]:
         """Positions of each client's examples."""
         classes = int(examples.labels.max()) + 1
         first = np.arange(self.clients) % classes
         second = (first + generator.integers(1, classes, self.clients)) % classes
-        dealt: list[list[Indices]] = [[] for _ in range(self.clients)]
+        dealt: list[list[Ints]] = [[] for _ in range(self.clients)]
         for label in range(classes):
             positions = generator.permutation(np.flatnonzero(examples.labels == label))
             owners = np.flatnonzero((first == label) | (second == label))

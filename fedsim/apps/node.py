@@ -15,6 +15,7 @@ import torch
 from flwr.app import Context
 
 from fedsim import datasets
+from fedsim.array_types import Ints
 from fedsim.config import RunConfig
 from fedsim.datasets import Split
 from fedsim.datasets.tables import is_table
@@ -24,7 +25,6 @@ from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.flower_internals import client_id
 from fedsim.mechanisms import Mechanism
-from fedsim.partitions import Indices
 from fedsim.privacy import Ledger
 from fedsim.runs.data_split import (
     RunData,
@@ -96,9 +96,9 @@ def _of_one(
 ) -> RunData:
     """Data of a run in which one client has all examples, and the others have none."""
 
-    def its_own(count: int) -> list[Indices]:
+    def its_own(count: int) -> list[Ints]:
         no_examples = np.zeros(0, dtype=np.int64)
-        indices: list[Indices] = [no_examples] * config.partition.clients
+        indices: list[Ints] = [no_examples] * config.partition.clients
         indices[client] = np.arange(count, dtype=np.int64)
         return indices
 

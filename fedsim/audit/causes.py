@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fedsim.array_types import Floats
 from fedsim.audit.attacks import (
     CLIPPED_SUM,
     COUNTED_DENOMINATOR,
@@ -21,7 +22,7 @@ from fedsim.audit.attacks import (
     AttackResult,
 )
 from fedsim.audit.catalogue import DRAWS
-from fedsim.audit.checks import Check, Finding, Floats
+from fedsim.audit.checks import Check, Finding
 from fedsim.audit.federation import SHAPES
 from fedsim.audit.noise_checks import NoiseSample, exact_repeats, layer_sizes, round_sizes, shape
 from fedsim.audit.sampling_checks import Sampled, frequencies, overlaps, spread, succession

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import chdtr, chdtrc, log_ndtr, stdtr
 
+from fedsim.array_types import Floats
 from fedsim.privacy.losses import bisected
 
-Floats = npt.NDArray[np.float64]
-Ids = npt.NDArray[np.int64]
 Part = Literal["sampler", "bound", "noise", "plan", "ledger"]
 PValues = Callable[[Floats, Any], Floats]
 """Function from values of statistics, and their indices, to p-values."""

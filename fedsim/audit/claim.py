@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaincinv
 
-from fedsim.audit.checks import Floats, Ids, Statistic
+from fedsim.array_types import Floats, Ints
+from fedsim.audit.checks import Statistic
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Adjacency, Entry, Event
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
@@ -170,7 +171,7 @@ def epsilon_bound(
 
 
 def missed_statistic(
-    alarms: Ids, missed: Ids, trials: int, claim: Claim, score: str = ""
+    alarms: Ints, missed: Ints, trials: int, claim: Claim, score: str = ""
 ) -> Statistic:
     """Statistic of attacks' false negatives against the claim's curve; words of the worst one.
 

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fedsim.array_types import Floats
 from fedsim.audit import user_checks
 from fedsim.audit.adapters.flower import strategy_target
-from fedsim.audit.checks import Floats, findings
+from fedsim.audit.checks import findings
 from fedsim.audit.claim import Claim
 from fedsim.audit.federation import SHAPES
 from fedsim.audit.target_audit import audit_target

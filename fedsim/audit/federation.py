@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from fedsim.array_types import Floats
+
 SHAPES: tuple[tuple[int, ...], ...] = ((4, 8), (16,), (2, 8))
 """Shapes of the model's arrays: three, of unequal size."""
 

@@ -14,9 +14,9 @@ import numpy as np
 from scipy.fft import dct
 from scipy.special import log_ndtr, ndtr, ndtri
 
+from fedsim.array_types import Floats
 from fedsim.audit.checks import (
     Finding,
-    Floats,
     Statistic,
     chi_square,
     correlations,

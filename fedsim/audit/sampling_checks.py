@@ -19,10 +19,9 @@ import numpy.typing as npt
 from scipy.special import chdtrc
 from scipy.stats import binom, hypergeom
 
+from fedsim.array_types import Floats, Ints
 from fedsim.audit.checks import (
     Finding,
-    Floats,
-    Ids,
     Statistic,
     chi_square,
     counted,
@@ -81,7 +80,7 @@ class Sampled:
     @classmethod
     def of(
         cls,
-        draws: Sequence[Sequence[Ids]],
+        draws: Sequence[Sequence[Ints]],
         event: Event,
         population: int,
         rows: str = "clients",
@@ -316,7 +315,7 @@ def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
     return _two_sided(binom(trials, rate), np.asarray(counts))
 
 
-def _hypergeometric_p(counts: Ids, n: int, m: int) -> Floats:
+def _hypergeometric_p(counts: Ints, n: int, m: int) -> Floats:
     """Two-sided p-values of the overlap of two samples of m out of n."""
     # Computed once for each of the few values: there are many pairs, and each p-value is a sum.
     p_values = _two_sided(hypergeom(n, m, m), np.arange(m + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from fedsim import regular_files
-from fedsim.audit.checks import Floats
+from fedsim.array_types import Floats
 from fedsim.audit.claim import Claim
 from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, Event

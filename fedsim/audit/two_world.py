@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from fedsim.audit.checks import Finding, Floats, statistical
+from fedsim.array_types import Floats, Ints
+from fedsim.audit.checks import Finding, statistical
 from fedsim.audit.claim import (
     Box,
     Claim,
@@ -27,7 +27,6 @@ from fedsim.privacy import Event
 from fedsim.privacy.losses import gaussian_mu
 from fedsim.randomness import Purpose, Randomness
 
-Counts = npt.NDArray[np.int64]
 Score = Callable[[Floats], Floats]
 """Function from releases ``[runs, rounds, width]`` to one number for each run, ``[runs]``."""
 
@@ -93,7 +92,7 @@ def distinguish(
     against_curve, for_epsilon = _choose(scores, without[:half], present[:half], claim, risk)
     fresh = len(without) - half
 
-    def count(test: _Test) -> tuple[Counts, Counts]:
+    def count(test: _Test) -> tuple[Ints, Ints]:
         score = scores[test.score]
         return _errors(score(without[half:]), score(present[half:]), np.array([test.threshold]))
 
@@ -147,7 +146,7 @@ def _thresholds(x: Floats, y: Floats) -> Floats:
     return np.asarray(middles[np.linspace(0, len(middles) - 1, MAX_THRESHOLDS).astype(int)])
 
 
-def _errors(x: Floats, y: Floats, thresholds: Floats) -> tuple[Counts, Counts]:
+def _errors(x: Floats, y: Floats, thresholds: Floats) -> tuple[Ints, Ints]:
     """False positives among ``x`` and false negatives among ``y``, ``[thresholds]`` each."""
     fp = len(x) - np.searchsorted(np.sort(x), thresholds, side="right")
     fn = np.searchsorted(np.sort(y), thresholds, side="right")

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.array_types import Floats
 from fedsim.audit.adapters.flower import strategy_target
 from fedsim.audit.catalogue import DECLARED_LAW
 from fedsim.audit.catalogue import NOISE as ALL_NOISE
-from fedsim.audit.checks import Finding, Floats, Gathered, checks_of, invariant
+from fedsim.audit.checks import Finding, Gathered, checks_of, invariant
 from fedsim.audit.federation import SyntheticFederation, TargetRelease
 from fedsim.audit.noise_checks import NoiseSample, against_sizes
 from fedsim.clients import LocalAlgorithm

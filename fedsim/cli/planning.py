@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedsim.array_types import Ints
 from fedsim.cli.console import ConfigFile, Output, Overrides, check_out
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -22,7 +23,6 @@ from fedsim.errors import FedsimError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedsim.rows.block import Ids
     from fedsim.runs.statistics import StatisticsResult
     from fedsim.training import Trainer
     from fedsim.training.paths.choice import PathName
@@ -135,7 +135,7 @@ class Timing:
 
 
 def measure(
-    trainer: Trainer, ids: Ids, repeats: int, announce: Callable[[float], object] = lambda _: None
+    trainer: Trainer, ids: Ints, repeats: int, announce: Callable[[float], object] = lambda _: None
 ) -> list[Timing]:
     """Best timing of each path and block size, the fastest first.
 
@@ -182,7 +182,7 @@ def _candidates(trainer: Trainer, clients: int) -> dict[tuple[str, int], Trainer
     return candidates
 
 
-def _timed(trainer: Trainer, vector: Tensor, ids: Ids, round: int) -> tuple[float, float]:
+def _timed(trainer: Trainer, vector: Tensor, ids: Ints, round: int) -> tuple[float, float]:
     """CPU and wall seconds to train these clients once."""
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in trainer.train(vector, ids, round):

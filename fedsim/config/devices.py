@@ -19,17 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsim import regular_files
+from fedsim.array_types import Bools, Floats, Ints
 from fedsim.config.tables import ConfigTable
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 AVAILABLE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
 MEGABIT = 1e6 / 8  # bytes

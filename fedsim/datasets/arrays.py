@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsim import regular_files
+from fedsim.array_types import Array
 from fedsim.datasets.checks import require_targets, shortened
 from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
 from fedsim.process import refuse_larger_than_memory
-
-Array = npt.NDArray[Any]
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 STATISTICS = ("mean", "std")

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.array_types import Array
 from fedsim.errors import FedsimError, printable
 
-Array = npt.NDArray[Any]
 AxisOrder = Literal["auto", "as-is"]
 
 MAX_CLASSES = 1_000_000

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.array_types import Array
 from fedsim.datasets.checks import (
-    Array,
     AxisOrder,
     Size,
     checked_split,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.arguments import shown
+from fedsim.array_types import Ints
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
@@ -23,12 +24,11 @@ from fedsim.mechanisms.bounded_values import ValueRange, joint_norm
 from fedsim.privacy.exclusions import check_private_metrics, refuse_bare_metrics
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan, evaluation_sampler
-from fedsim.rows.block import Ids
 from fedsim.settings import Ge, check_settings
 
 Plan = ReleasePlan[Mechanism]
 
-ChargeExamples = Callable[[Ids, int, bool], Mapping[int, str]]
+ChargeExamples = Callable[[Ints, int, bool], Mapping[int, str]]
 """Function of ``(client ids, round, partly)`` that records what these clients will release of their
 examples, and returns those whose budgets do not allow it, and why; see `Trainer.charge`."""
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedsim.array_types import Ints
 from fedsim.federation.arrays import array_record, same_arrays, tensors, to_arrays
 from fedsim.federation.flower_internals import (
     BUDGET_SPENT,
@@ -29,7 +30,7 @@ from fedsim.federation.flower_internals import (
 )
 from fedsim.federation.row_sums import Summing
 from fedsim.mechanisms import PartialSum
-from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.block import Block, Reason
 from fedsim.rows.layout import Layout
 
 ERROR_CODES: Mapping[Reason, int] = {
@@ -67,7 +68,7 @@ class Recipients:
         Number of other clients that were sampled but are not available.
     """
 
-    client_ids: Ids
+    client_ids: Ints
     node_ids: NodeIds
     absent: int = 0
 

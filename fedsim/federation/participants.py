@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from flwr.serverapp import Grid
 
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
 from fedsim.federation.engines.streaming import StreamingGrid
@@ -19,12 +20,11 @@ from fedsim.federation.exchange import Recipients
 from fedsim.privacy.laws import Participation, SamplerState, declared_population
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
-from fedsim.rows.block import Ids
 from fedsim.settings import Ge, check_settings
 
 _log = logging.getLogger("fedsim")
 
-AvailabilityRule = Callable[[int, Ids], npt.NDArray[np.bool_]]
+AvailabilityRule = Callable[[int, Ints], npt.NDArray[np.bool_]]
 """Function of ``(round, client ids [n])`` that returns which of them take part, bool ``[n]``."""
 
 
@@ -152,7 +152,7 @@ class Participants:
             _log.warning("%d nodes beyond the population have no part in the run.", outsiders)
 
     def available_part(
-        self, server_round: int, cohort: Ids, grid: Grid, replying: AvailabilityRule | None
+        self, server_round: int, cohort: Ints, grid: Grid, replying: AvailabilityRule | None
     ) -> Recipients:
         """The clients of a ``cohort`` that take part: available ones that reply, by ``replying``.
 
@@ -168,7 +168,7 @@ class Participants:
             present = present[replying(server_round, present)]
         return Recipients(present, _node_ids(present, nodes), absent=len(cohort) - len(present))
 
-    def cohort(self, server_round: int) -> Ids:
+    def cohort(self, server_round: int) -> Ints:
         """Sorted ids of this round's cohort, available or not.
 
         Raises
@@ -209,7 +209,7 @@ class Participants:
         return Recipients(sampled, _node_ids(sampled, nodes))
 
 
-def _node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
+def _node_ids(clients: Ints, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
     """Node ids of ``clients [n]``, uint64 ``[n]``."""
     if isinstance(nodes, ConsecutiveNodes):
         return (nodes.first + clients).astype(np.uint64)

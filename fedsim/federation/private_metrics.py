@@ -12,18 +12,14 @@ import torch
 from flwr.app import MetricRecord
 from flwr.serverapp import Grid
 
+from fedsim.array_types import Floats
 from fedsim.errors import BudgetSpentError, printable
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.exchange import Recipients
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import NoiseSource, Releaser
-from fedsim.mechanisms.bounded_values import (
-    Floats,
-    joint_norm,
-    joint_rows,
-    split_sums,
-)
+from fedsim.mechanisms.bounded_values import joint_norm, joint_rows, split_sums
 from fedsim.privacy.digest import digest_of
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import DenseRows, Layout

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from fedsim.array_types import Ints
 from fedsim.errors import RunFailedError as RunFailedError
-from fedsim.rows.block import REASONS, Block, Ids, Reason
+from fedsim.rows.block import REASONS, Block, Reason
 
 _log = logging.getLogger("fedsim")
 
-Bools = npt.NDArray[np.bool_]
 
 _ADVICE: Mapping[Reason, str] = {
     "missing": "the nodes may be down, or too slow",
@@ -149,7 +148,7 @@ class Tally:
         Number of sampled clients that were not available to be asked.
     """
 
-    def __init__(self, asked: Ids, absent: int = 0) -> None:
+    def __init__(self, asked: Ints, absent: int = 0) -> None:
         self.unknown = 0
         self.duplicates = 0
         self._asked = asked
@@ -157,7 +156,7 @@ class Tally:
         # A client is missing until a reply of it has come.
         self._outcomes = np.full(len(asked), REASONS.index("missing"), dtype=np.int8)
         self._has_replied = np.zeros(len(asked), dtype=np.bool_)
-        self._doubts: list[tuple[Ids, Tensor, Reason]] = []
+        self._doubts: list[tuple[Ints, Tensor, Reason]] = []
 
     def take(self, block: Block) -> Block:
         """The part of a block that counts: clients asked, at their first reply, not failed."""
@@ -178,11 +177,11 @@ class Tally:
             self._outcomes[position[first & (block.client_ids == client)]] = REASONS.index(reason)
         return block.select(keep)
 
-    def reject(self, client_ids: Ids, reason: Reason) -> None:
+    def reject(self, client_ids: Ints, reason: Reason) -> None:
         """Mark these clients, whose replies were taken, as failed."""
         self._outcomes[np.searchsorted(self._asked, client_ids)] = REASONS.index(reason)
 
-    def reject_later(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
+    def reject_later(self, client_ids: Ints, usable: Tensor, reason: Reason) -> None:
         """`reject` the clients that are False in ``usable [n]``, once the report is made.
 
         Reading ``usable`` earlier would wait for the GPU after every block.

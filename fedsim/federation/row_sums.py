@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedsim.array_types import Floats, Ints
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, PartialSum, State
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
-from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.block import Block, Reason
 from fedsim.rows.exact import FREE_TOTAL
-
-Floats = npt.NDArray[np.float64]
 
 MAX_EXAMPLES = 2.0**32
 """Largest number of examples that a client may report: larger weights would overflow exact sums."""
@@ -52,7 +51,7 @@ class Summing:
     layout: Layout
     state: State
     weight_key: str | None
-    declared: tuple[Ids, Floats] | None
+    declared: tuple[Ints, Floats] | None
     asked: int
 
     @property

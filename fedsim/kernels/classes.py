@@ -12,13 +12,13 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.kernels.arguments import address, sizes, whole
 from fedsim.kernels.building import declare, library
 from fedsim.lazy import Tensor, torch
 
-Floats = npt.NDArray[np.float32]
-Classes = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
 
 LEAST = -87.0
 """Below this, e^x is no longer a normal number, and is set to 0."""
@@ -45,7 +45,7 @@ class ClassBatches:
     Parameters
     ----------
     targets : int64 Tensor ``[S, B]``
-        Classes.
+        Class numbers.
     weights : float32 Tensor ``[S, B]``
         Weight of each example's loss.
     counts : bool Tensor ``[S, B]``
@@ -122,7 +122,9 @@ class ClassBatches:
         return losses.masked_fill_(~self._counts, 0.0)
 
 
-def by_arrays(outputs: Floats, targets: Classes, weights: Floats) -> tuple[Floats, Floats, Floats]:
+def by_arrays(
+    outputs: Float32s, targets: Ints, weights: Float32s
+) -> tuple[Float32s, Float32s, Float32s]:
     """One pass over ``outputs [..., K]``, for ``targets`` and ``weights [...]``, by numpy.
 
     Returns
@@ -146,11 +148,11 @@ def by_arrays(outputs: Floats, targets: Classes, weights: Floats) -> tuple[Float
     return gradients, sums, below
 
 
-def _exponentials(x: Floats) -> Floats:
+def _exponentials(x: Float32s) -> Float32s:
     """``e^x`` of numbers that are not positive, as ``2^n e^r`` with a series for ``e^r``."""
     bounded = np.where(x >= LEAST, x, np.float32(LEAST))
-    n: Floats = np.rint(bounded * np.float32(LOG2_E))
-    r: Floats = bounded - n * np.float32(LN_2_HIGH)
+    n: Float32s = np.rint(bounded * np.float32(LOG2_E))
+    r: Float32s = bounded - n * np.float32(LN_2_HIGH)
     r = r - n * np.float32(LN_2_LOW)
     series = np.full_like(r, SERIES[0])
     for coefficient in SERIES[1:]:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from fedsim.array_types import Floats
 from fedsim.kernels.arguments import whole
 from fedsim.kernels.building import declare, library
 
-Array = npt.NDArray[np.float64]
 ARCHIVE = Path(np.random.__file__).parent / "lib" / "libnpyrandom.a"
 """Static library with which numpy draws."""
 # Number of draws from which on reading and writing back a generator's state pays off.
@@ -36,7 +35,7 @@ class _Stream(ctypes.Structure):
     )
 
 
-def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> Array:
+def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> Floats:
     """Sums of ``terms`` standard normal draws each, float64 ``[count]``; advances the generator.
 
     All first terms are drawn, then all second ones, and so on. Compiled or not, the draws are
@@ -66,7 +65,7 @@ def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> A
 
 def _compiled_sums(
     compiled: ctypes.CDLL, philox: np.random.Philox, count: int, terms: int
-) -> Array:
+) -> Floats:
     state: Any = philox.state
     stream = _Stream(
         tuple(state["state"]["counter"].tolist()),

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
-
-Floats = npt.NDArray[np.float64]
 
 BINS = 32
 """Number of bins of a range, for quantiles."""

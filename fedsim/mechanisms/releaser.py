@@ -21,10 +21,10 @@ from types import EllipsisType
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.kernels.normals import prepare, sums_of_normals
 from fedsim.mechanisms.base import (
@@ -296,9 +296,6 @@ def _noise_sizes(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> di
     return {name: grids[name].coarse.shape[-1] for name, z in split.items() if 0 < z < math.inf}
 
 
-Array = npt.NDArray[np.float64]
-
-
 @dataclass(frozen=True)
 class NoiseSource:
     """Source of Gaussian draws; drawing advances the generator.
@@ -335,7 +332,7 @@ class NoiseSource:
         generator = self.other_generator(age, number)
         return NoiseSource(generator, self.hardened, self.round - age, self.other_generator)
 
-    def normal(self, size: int) -> Array:
+    def normal(self, size: int) -> Floats:
         """Standard normal draws, float64 ``[size]``."""
         draws = sums_of_normals(self.generator, size, terms=4 if self.hardened else 1)
         if self.hardened:
@@ -382,9 +379,9 @@ def prefetched(source: NoiseSource, sizes: Sequence[int]) -> NoiseSource:
 class _Prefetched(NoiseSource):
     """A source whose first draws are made in a background thread."""
 
-    futures: deque[Future[Array]] = field(kw_only=True, repr=False)
+    futures: deque[Future[Floats]] = field(kw_only=True, repr=False)
 
-    def normal(self, size: int) -> Array:
+    def normal(self, size: int) -> Floats:
         """The next draws, as soon as the thread has made them."""
         draws = self.futures.popleft().result()
         assert len(draws) == size, "draws are asked for in other sizes than they were made in"

@@ -6,7 +6,7 @@ columns and its ``seed`` alone.
 """
 
 from fedsim.arguments import explain_calls
-from fedsim.partitions.base import Columns, Examples, Indices, Partition, hold_out, subsample
+from fedsim.partitions.base import Columns, Examples, Partition, hold_out, subsample
 from fedsim.partitions.by_owner import ByOwner
 from fedsim.partitions.published import (
     CIFAR10_PAIRS,
@@ -24,7 +24,6 @@ __all__ = [
     "Columns",
     "Dirichlet",
     "Examples",
-    "Indices",
     "InterpolatedPathological",
     "Partition",
     "Shards",

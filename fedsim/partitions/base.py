@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Floats, Ints
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import check_settings
 
-Indices = npt.NDArray[np.int64]
 Columns = Mapping[str, npt.NDArray[Any]]
 """Columns by name, with one value per example ``[N]``, for example ``owner``."""
 
@@ -60,7 +60,7 @@ class Examples:
         return len(self.targets)
 
     @cached_property
-    def labels(self) -> Indices:
+    def labels(self) -> Ints:
         """Class of each example, int64 ``[N]``, 0 or above.
 
         Raises
@@ -132,7 +132,7 @@ class Partition(ABC):
         require_clients(self.clients)
         Randomness(self.seed)  # refuses a seed out of range
 
-    def indices(self, targets: npt.ArrayLike, columns: Columns | None = None) -> list[Indices]:
+    def indices(self, targets: npt.ArrayLike, columns: Columns | None = None) -> list[Ints]:
         """Assign the examples: the positions of each client's examples.
 
         Parameters
@@ -165,7 +165,7 @@ class Partition(ABC):
         _require_disjoint(by_client, len(examples), type(self).__name__)
         return [indices.astype(np.int64, copy=False) for indices in by_client]
 
-    def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
+    def test_indices(self, columns: Columns, test_columns: Columns) -> list[Ints] | None:
         """Positions of each client's test examples; None if columns do not say who owns them.
 
         Parameters
@@ -182,7 +182,7 @@ class Partition(ABC):
         return f"{words}, {self.clients:,} client{'s' * (self.clients != 1)}"
 
     @abstractmethod
-    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Ints]:
         """Positions of each client's examples, in any order: ``clients`` disjoint arrays.
 
         Parameters
@@ -194,7 +194,7 @@ class Partition(ABC):
         """
 
 
-def _require_disjoint(by_client: Sequence[Indices], count: int, name: str) -> None:
+def _require_disjoint(by_client: Sequence[Ints], count: int, name: str) -> None:
     """Refuse positions outside 0 .. count - 1, and positions that occur twice."""
     covered = np.zeros(count, dtype=np.bool_)
     total = 0
@@ -226,7 +226,7 @@ def _require_disjoint(by_client: Sequence[Indices], count: int, name: str) -> No
 
 
 @check_arguments
-def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indices]:
+def subsample(parts: Sequence[Ints], at_most: int, *, seed: int) -> list[Ints]:
     """Keep ``at_most`` examples of each client, drawn uniformly without replacement.
 
     A client's draw depends only on the seed, its id and its own examples. Use it for a smaller
@@ -238,7 +238,7 @@ def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indi
         )
     randomness = Randomness(seed)
 
-    def keep(client: int, indices: Indices) -> Indices:
+    def keep(client: int, indices: Ints) -> Ints:
         if len(indices) <= at_most:
             return indices
         generator = randomness.generator(
@@ -264,7 +264,7 @@ def require_enough(clients: int, examples: int) -> None:
         )
 
 
-def by_class(labels: Indices) -> list[Indices]:
+def by_class(labels: Ints) -> list[Ints]:
     """Positions of the examples of each class 0 .. max, in increasing order; some may be empty."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.cumsum(np.bincount(labels))[:-1])
@@ -273,7 +273,7 @@ def by_class(labels: Indices) -> list[Indices]:
 @check_arguments
 def hold_out(
     amount: float, examples: int, owners: npt.NDArray[Any] | None = None, *, seed: int
-) -> tuple[Indices, Indices]:
+) -> tuple[Ints, Ints]:
     """Draw validation examples uniformly from the training examples.
 
     Every owner keeps at least one example to train on (its last one in the drawn order), so that
@@ -325,11 +325,7 @@ def hold_out(
     return np.setdiff1d(np.arange(examples), validation, assume_unique=True), validation
 
 
-Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-
-
-def class_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) -> Counts:
+def class_counts(labels: Ints, parts: Sequence[Ints], num_classes: int) -> Ints:
     """Count the examples of each class that each client has, int64 ``[n, num_classes]``."""
     owner = np.repeat(np.arange(len(parts)), [len(indices) for indices in parts])
     cell = owner * num_classes + labels[np.concatenate(parts)]
@@ -337,18 +333,18 @@ def class_counts(labels: Indices, parts: Sequence[Indices], num_classes: int) ->
     return counts.reshape(len(parts), num_classes).astype(np.int64)
 
 
-def class_shares(counts: Counts) -> Floats:
+def class_shares(counts: Ints) -> Floats:
     """Each client's fraction of every class ``[n, K]``; zeros for an empty client."""
     shares: Floats = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     return shares
 
 
-def by_largest_class(counts: Counts) -> Indices:
+def by_largest_class(counts: Ints) -> Ints:
     """Order of clients by their largest class, then by its share (descending); empty ones last."""
     n, num_classes = counts.shape
     # Ties between classes are broken by the client's id, so that they favour no class.
     turn = (np.arange(n)[:, None] - np.arange(num_classes)) % num_classes
     largest = (counts * num_classes + turn).argmax(1)
     largest[counts.sum(1) == 0] = num_classes
-    order: Indices = np.lexsort((-class_shares(counts).max(1), largest))
+    order: Ints = np.lexsort((-class_shares(counts).max(1), largest))
     return order

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Columns, Examples, Indices, Partition
+from fedsim.partitions.base import Columns, Examples, Partition
 from fedsim.registry import register
 
 _log = logging.getLogger("fedsim")
@@ -80,13 +81,13 @@ class ByOwner(Partition):
                 "each must own examples."
             )
 
-    def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
+    def test_indices(self, columns: Columns, test_columns: Columns) -> list[Ints] | None:
         """Positions of each client's test examples; None if these have no column of owners."""
         if self.column not in test_columns:
             return None
         return self._positions_by_owner(self.owners(columns), test_columns[self.column])
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Ints]:
         """Positions of each owner's examples."""
         column = examples.column(self.column)
         owners = self.owners({self.column: column})
@@ -98,9 +99,7 @@ class ByOwner(Partition):
             )  # fmt: skip
         return self._positions_by_owner(owners, column)
 
-    def _positions_by_owner(
-        self, owners: npt.NDArray[Any], column: npt.NDArray[Any]
-    ) -> list[Indices]:
+    def _positions_by_owner(self, owners: npt.NDArray[Any], column: npt.NDArray[Any]) -> list[Ints]:
         """Positions of each owner in ``column``; empty for clients beyond the owners."""
         if _is_text(owners) != _is_text(column):
             raise FedsimError(

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedsim import extras
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Examples, Indices, Partition
+from fedsim.partitions.base import Examples, Partition
 
 
 def for_flower(partition: Partition, partition_by: str = "label") -> Any:
@@ -42,7 +43,7 @@ def for_flower(partition: Partition, partition_by: str = "label") -> Any:
     class Ours(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
-            self._parts: list[Indices] | None = None
+            self._parts: list[Ints] | None = None
 
         @property
         def num_partitions(self) -> int:
@@ -77,7 +78,7 @@ class FromFlower(Partition):
     partition_by: str = "label"
     seed: int = 0
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Ints]:
         """Positions of each client's examples, as Flower's partitioner assigns them."""
         del generator
         labels = examples.labels

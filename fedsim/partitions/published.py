@@ -10,15 +10,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import (
-    Examples,
-    Indices,
-    Partition,
-    by_class,
-    require_clients,
-    require_enough,
-)
+from fedsim.partitions.base import Examples, Partition, by_class, require_clients, require_enough
 from fedsim.registry import register
 from fedsim.settings import Ge, Interval, Le, Text, check_settings
 
@@ -43,7 +37,7 @@ class IID(Partition):
     clients: int = 100
     seed: int = 0
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Ints]:
         """Positions of each client's examples: equal shares of a random permutation."""
         require_enough(self.clients, len(examples))
         return np.array_split(generator.permutation(len(examples)), self.clients)
@@ -74,7 +68,7 @@ class Dirichlet(Partition):
     clients: int = 100
     seed: int = 0
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Ints]:
         """Positions of each client's examples: each class in its own drawn proportions."""
         labels = examples.labels
         owner = np.empty(len(labels), dtype=np.int64)
@@ -117,7 +111,7 @@ class Shards(Partition):
     clients: int = 100
     seed: int = 0
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Ints]:
         """Positions of each client's examples: random shards of the examples sorted by label."""
         labels = examples.labels
         total = self.clients * self.shards
@@ -177,7 +171,7 @@ class InterpolatedPathological(Partition):
         super().__post_init__()
         require_clients(self.clients, len(self.groups), ", one for each of partition.groups")
 
-    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Ints]:
         """Positions of each client's examples: its group's classes, a fraction exchanged."""
         labels = examples.labels
         by_client = self._pathological(labels, generator)
@@ -199,7 +193,7 @@ class InterpolatedPathological(Partition):
             for indices, places, received in zip(by_client, exchanged, received_parts, strict=True)
         ]
 
-    def _pathological(self, labels: Indices, generator: np.random.Generator) -> list[Indices]:
+    def _pathological(self, labels: Ints, generator: np.random.Generator) -> list[Ints]:
         """Positions of each client's examples before the exchange, all of its group's classes."""
         group_of = np.full(1 + max(int(labels.max()), *map(max, self.groups)), -1)
         for group, classes in enumerate(self.groups):
@@ -211,7 +205,7 @@ class InterpolatedPathological(Partition):
                 f"partition.groups lack the class{'es' * (len(ungrouped) > 1)} "
                 f"{', '.join(map(str, ungrouped))}; every class of the data must be in one."
             )
-        parts: list[Indices] = []
+        parts: list[Ints] = []
         for group, members in enumerate(np.array_split(np.arange(self.clients), len(self.groups))):
             positions = generator.permutation(np.flatnonzero(groups == group))
             if len(positions) < len(members):

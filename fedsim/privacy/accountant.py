@@ -11,11 +11,11 @@ from typing import Literal
 import numpy as np
 
 from fedsim.arguments import check_arguments, expected, require, shown
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Event, common_adjacency
 from fedsim.privacy.laws.base import Adjacency, Law
 from fedsim.privacy.losses import (
-    Array,
     SampledGaussian,
     gaussian_delta,
     gaussian_epsilon,
@@ -194,7 +194,7 @@ class Accountant:
         delta = composed_delta(pairs, epsilon) if pairs is not None else 0.0
         return delta if delta >= MIN_PLD_DELTA else rdp_delta(self._rdp(), epsilon)
 
-    def profile(self) -> tuple[Array, Array]:
+    def profile(self) -> tuple[Floats, Floats]:
         """The privacy profile: epsilons ascending from 0, and a valid delta at each.
 
         Returns
@@ -218,7 +218,7 @@ class Accountant:
         total.add(event)
         return total.epsilon(delta) > max_epsilon
 
-    def _rdp(self) -> Array:
+    def _rdp(self) -> Floats:
         total = gaussian_rdp(self.mu)
         sampled = self.sampled if len(self.sampled) <= MAX_EXACT_RDP else self._ladder
         for (law, z), count in sampled.items():

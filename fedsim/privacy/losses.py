@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_ndtr, ndtr, ndtri
 
-Array = npt.NDArray[np.float64]
+from fedsim.array_types import Floats
 
 ORDERS = np.array(
     [*np.arange(1.1, 10.95, 0.1).round(1), *range(11, 65), 80, 96, 128, 192, 256, 512, 1024]
@@ -98,19 +98,19 @@ def bisected(
     return low, high
 
 
-def gaussian_rdp(mu: float) -> Array:
+def gaussian_rdp(mu: float) -> Floats:
     """RDP at `ORDERS` of a Gaussian whose sensitivity is ``mu`` standard deviations."""
     return np.asarray(ORDERS * mu**2 / 2)
 
 
-def rdp_epsilon(rdp: Array, delta: float) -> float:
+def rdp_epsilon(rdp: Floats, delta: float) -> float:
     """Epsilon at ``delta`` of a Rényi curve at `ORDERS`."""
     from dp_accounting.rdp import compute_epsilon
 
     return float(compute_epsilon(ORDERS, rdp, delta)[0])
 
 
-def rdp_delta(rdp: Array, epsilon: float) -> float:
+def rdp_delta(rdp: Floats, epsilon: float) -> float:
     """Delta at ``epsilon`` of a Rényi curve at `ORDERS`."""
     from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
@@ -151,7 +151,7 @@ class DominatingPair(ABC):
         """Standard deviation of the loss under ``lower``, or under ``upper``."""
 
     @abstractmethod
-    def masses(self, grid: Array) -> tuple[Array, Array]:
+    def masses(self, grid: Floats) -> tuple[Floats, Floats]:
         """Masses of ``upper`` and ``lower`` below, between and above the grid's points.
 
         The grid is one of losses and covers `ends`: all mass above its last point counts as an
@@ -193,7 +193,7 @@ class SampledGaussian(DominatingPair):
             x, weight = np.append(x, x + 1 / z), np.append((1 - q) * weight, q * weight)
         return _weighted_std(self._loss(x * z), weight)
 
-    def _loss(self, x: Array) -> Array:
+    def _loss(self, x: Floats) -> Floats:
         """log of (upper density / lower density) at ``x``; increasing."""
         q, z = self.rate, self.noise_multiplier
         exponent = (2 * x - 1) / (2 * z**2)
@@ -201,7 +201,7 @@ class SampledGaussian(DominatingPair):
             return exponent
         return np.asarray(np.logaddexp(math.log1p(-q), math.log(q) + exponent))
 
-    def masses(self, grid: Array) -> tuple[Array, Array]:
+    def masses(self, grid: Floats) -> tuple[Floats, Floats]:
         """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
         q, z = self.rate, self.noise_multiplier
         # The loss increases with x, so that the mass between two grid points is that between the x
@@ -217,7 +217,7 @@ class SampledGaussian(DominatingPair):
         return ((1 - q) * lower + q * shifted if q < 1 else shifted), lower
 
 
-def normal_masses(points: Array) -> Array:
+def normal_masses(points: Floats) -> Floats:
     """Standard normal mass left of, between and right of ``points``: ``[len(points) + 1]``.
 
     Differences are taken in the nearer tail: in the upper one both values of ``ndtr`` are close to
@@ -246,7 +246,7 @@ class Reversed(DominatingPair):
         """Standard deviation of the loss under ``lower``, or under ``upper``."""
         return self.pair.std(upper=not upper)
 
-    def masses(self, grid: Array) -> tuple[Array, Array]:
+    def masses(self, grid: Floats) -> tuple[Floats, Floats]:
         """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
         upper, lower = self.pair.masses(-grid[::-1])
         return lower[::-1], upper[::-1]
@@ -256,7 +256,7 @@ class AtomicPair(DominatingPair):
     """Base of pairs whose loss is discrete: finitely many finite losses, each with some mass."""
 
     @abstractmethod
-    def _atoms(self) -> tuple[Array, Array, Array]:
+    def _atoms(self) -> tuple[Floats, Floats, Floats]:
         """Finite losses, ascending, and the masses of ``upper`` and ``lower`` at each."""
 
     def std(self, *, upper: bool = False) -> float:
@@ -264,12 +264,12 @@ class AtomicPair(DominatingPair):
         losses, of_upper, of_lower = self._atoms()
         return _weighted_std(losses, of_upper if upper else of_lower)
 
-    def _sums(self, places: npt.NDArray[np.intp], size: int) -> list[Array]:
+    def _sums(self, places: npt.NDArray[np.intp], size: int) -> list[Floats]:
         """Masses of ``upper`` and ``lower``, summed by the atoms' places in a grid: ``[size]``."""
         return [np.bincount(places, mass, size).astype(float) for mass in self._atoms()[1:]]
 
 
-def _weighted_std(values: Array, weight: Array) -> float:
+def _weighted_std(values: Floats, weight: Floats) -> float:
     mean = weight @ values / weight.sum()
     return math.sqrt(float(weight @ (values - mean) ** 2 / weight.sum()))
 
@@ -294,12 +294,12 @@ class DiscretePair(AtomicPair):
     probs: tuple[float, ...]
     infinite: float
 
-    def _atoms(self) -> tuple[Array, Array, Array]:
+    def _atoms(self) -> tuple[Floats, Floats, Floats]:
         probs = np.array(self.probs)
         losses = (self.start + np.arange(len(probs), dtype=np.float64)) * self.step
         return losses, probs, probs * np.exp(-losses)
 
-    def distributions(self) -> tuple[Array, Array, Array]:
+    def distributions(self) -> tuple[Floats, Floats, Floats]:
         """All losses, the infinite ones included, with the masses of ``upper`` and ``lower``."""
         losses, probs, lower_probs = self._atoms()
         upper = np.concatenate([[0.0], probs, [self.infinite]])
@@ -312,7 +312,7 @@ class DiscretePair(AtomicPair):
         losses, *_ = self._atoms()
         return float(losses[0]), float(losses[-1])
 
-    def masses(self, grid: Array) -> tuple[Array, Array]:
+    def masses(self, grid: Floats) -> tuple[Floats, Floats]:
         """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
         losses, *_ = self._atoms()
         # Rounding may put the largest loss beyond the last point, where it would count as infinite.

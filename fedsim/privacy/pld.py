@@ -23,7 +23,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.privacy.losses import Array, DiscretePair, DominatingPair
+from fedsim.array_types import Floats
+from fedsim.privacy.losses import DiscretePair, DominatingPair
 
 Complex = npt.NDArray[np.complex128]
 Pairs: TypeAlias = tuple[DominatingPair, DominatingPair]
@@ -48,7 +49,7 @@ class _GridLosses:
     """One direction of one release: probability ``probs[i]`` of loss ``(start + i) * h``."""
 
     start: int
-    probs: Array
+    probs: Floats
     infinite: float
 
 
@@ -80,7 +81,7 @@ def composed_delta(counts: Mapping[Pairs, int], epsilon: float) -> float:
     return min(1.0, worst)
 
 
-def composed_profile(counts: Mapping[Pairs, int]) -> tuple[Array, Array]:
+def composed_profile(counts: Mapping[Pairs, int]) -> tuple[Floats, Floats]:
     """Epsilons ascending from 0, and the delta of the worse direction at each: ``[points]``."""
     h = _step(counts)
     composed = [_compose(counts, h, side) for side in (0, 1)]
@@ -91,8 +92,8 @@ def composed_profile(counts: Mapping[Pairs, int]) -> tuple[Array, Array]:
 
 
 def _deltas_at(
-    places: npt.NDArray[np.signedinteger], start: int, probs: Array, infinite: float, h: float
-) -> Array:
+    places: npt.NDArray[np.signedinteger], start: int, probs: Floats, infinite: float, h: float
+) -> Floats:
     """Hockey-stick divergence, or more, at ``places * h``."""
     # Far below the least loss of a composition the divergence is 1: nothing is computed there.
     below = max(0, start - MAX_WINDOW_POINTS)
@@ -102,7 +103,7 @@ def _deltas_at(
     return np.where(places < below, 1.0, values)
 
 
-def _deltas(start: int, probs: Array, infinite: float, h: float) -> Array:
+def _deltas(start: int, probs: Floats, infinite: float, h: float) -> Floats:
     """Hockey-stick divergence at ``0, h, 2h, ...`` up to and including the largest loss."""
     if start + len(probs) <= 0:
         return np.array([infinite])
@@ -160,7 +161,7 @@ def discretised(pair: DominatingPair, most: int = 2**11) -> DiscretePair:
     return DiscretePair(losses.start, step, tuple(losses.probs.tolist()), losses.infinite)
 
 
-def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
+def _connect(grid: Floats, upper: Floats, lower: Floats, h: float) -> Floats:
     """Connect the Dots: masses on ``grid`` and, last, at infinity: ``[len(grid) + 1]``.
 
     ``upper`` and ``lower`` are the masses of the two distributions below, between and above
@@ -181,7 +182,7 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
     return probs
 
 
-def _trimmed(start: int, masses: Array) -> _GridLosses:
+def _trimmed(start: int, masses: Floats) -> _GridLosses:
     probs, infinite = masses[:-1], float(masses[-1])
     support = np.flatnonzero(probs > 0)
     start, probs = start + int(support[0]), probs[support[0] : support[-1] + 1]
@@ -205,7 +206,7 @@ class _Composed:
     spectrum: Complex
     infinite: float
 
-    def probs(self) -> Array:
+    def probs(self) -> Floats:
         """Probabilities of the window's losses, ``[points]``."""
         spectrum = np.zeros(self.size // 2 + 1, dtype=np.complex128)
         spectrum[self.frequencies] = self.spectrum
@@ -213,7 +214,7 @@ class _Composed:
         return np.maximum(np.fft.irfft(spectrum, self.size)[: self.points], 0.0)
 
 
-def _compose(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[int, Array, float]:
+def _compose(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[int, Floats, float]:
     """Start, probabilities and infinite mass of the composition, in one direction."""
     composed = _composed(counts, h, side)
     return composed.first, composed.probs(), composed.infinite
@@ -269,7 +270,7 @@ def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, fl
 
 
 @lru_cache(maxsize=1024)
-def _log_moments(pair: DominatingPair, h: float, ladder: range) -> Array:
+def _log_moments(pair: DominatingPair, h: float, ladder: range) -> Floats:
     """log E exp(-+2^k * loss) of one release's finite losses, k in ladder: ``[2, ladder]``."""
     release = _release(pair, h)
     losses = h * (release.start + np.arange(len(release.probs)))
@@ -292,14 +293,14 @@ def _fast_size(points: int) -> int:
     return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= points)
 
 
-def _transform(pair: DominatingPair, h: float, size: int) -> tuple[Array, Array]:
+def _transform(pair: DominatingPair, h: float, size: int) -> tuple[Floats, Floats]:
     """Log-magnitude and phase of one release's transform, cached unless it is large."""
     transformed = _transformed if size <= 2**18 else _transformed.__wrapped__
     return transformed(pair, h, size)
 
 
 @lru_cache(maxsize=256)
-def _transformed(pair: DominatingPair, h: float, size: int) -> tuple[Array, Array]:
+def _transformed(pair: DominatingPair, h: float, size: int) -> tuple[Floats, Floats]:
     spectrum = np.fft.rfft(_release(pair, h).probs, size)
     return np.log(np.maximum(np.abs(spectrum), 1e-300)), np.angle(spectrum)
 
@@ -336,7 +337,7 @@ def _epsilon(composed: _Composed, delta: float) -> float:
     # The geometric series over j = i .. size - 1 end at size, where their terms do not depend on i.
     total, end_total = float(series.sum().real), float(discounted.sum().real)
 
-    def rest(i: Array, waves: Array) -> Array:
+    def rest(i: Floats, waves: Floats) -> Floats:
         end = size - i
         tail = np.exp(-h * end)
         flat = constant * (end + np.expm1(-h * end) / -math.expm1(-h))
@@ -377,7 +378,7 @@ def _epsilon(composed: _Composed, delta: float) -> float:
     return float(max(0.0, loss + math.log((mass - allowed) / remaining)))
 
 
-def _discounted(probs: Array, h: float) -> Array:
+def _discounted(probs: Floats, h: float) -> Floats:
     """``sum over j >= i of probs[j] * exp(-(j - i) * h)`` for each i.
 
     By cumulative sums from the end, in blocks short enough for their exponentials not to overflow.

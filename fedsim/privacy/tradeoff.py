@@ -18,9 +18,10 @@ import numpy.typing as npt
 from scipy.special import log_ndtr, ndtr, ndtri
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Floats
 from fedsim.privacy.accountant import MIN_PLD_DELTA, Accountant
 from fedsim.privacy.events import Event
-from fedsim.privacy.losses import Array, bisected
+from fedsim.privacy.losses import bisected
 
 # A Gaussian's closed form loses its last digits in the special functions.
 CURVE_TOLERANCE = 1e-12
@@ -47,11 +48,11 @@ class TradeOff:
         ``mu``, if the composition is a single Gaussian, whose curve has a closed form.
     """
 
-    epsilons: Array = field(repr=False)
-    deltas: Array = field(repr=False)
+    epsilons: Floats = field(repr=False)
+    deltas: Floats = field(repr=False)
     exact_mu: float | None = None
 
-    def __call__(self, false_positives: npt.ArrayLike) -> Array:
+    def __call__(self, false_positives: npt.ArrayLike) -> Floats:
         """Least false negative rate at each false positive rate, same shape."""
         rates = np.asarray(false_positives, dtype=np.float64)
         if self.exact_mu is not None:
@@ -71,7 +72,7 @@ class TradeOff:
         return np.asarray(np.maximum(lines, 0.0))
 
     @cached_property
-    def _hull(self) -> tuple[Array, Array, Array]:
+    def _hull(self) -> tuple[Floats, Floats, Floats]:
         """``x = e^epsilon`` and delta of the lower convex hull's points, and the chords' slopes.
 
         Each point of the hull has a line of slope -x and one of slope -1/x that is the highest
@@ -163,7 +164,7 @@ def tradeoff(events: Iterable[Event] | Accountant) -> TradeOff:
     return TradeOff(epsilons, deltas, accountant.gaussian_mu)
 
 
-def _dominates(mu: float, epsilons: Array, deltas: Array) -> bool:
+def _dominates(mu: float, epsilons: Floats, deltas: Floats) -> bool:
     """Whether ``delta_mu(e) >= delta(e)`` for every e between the first and last epsilon.
 
     Both curves are convex in ``x = e^epsilon``. Between two epsilons the guaranteed delta is below
@@ -184,7 +185,7 @@ def _dominates(mu: float, epsilons: Array, deltas: Array) -> bool:
     return bool((_gaussian_deltas(mu, steepest) >= chord).all())
 
 
-def _gaussian_deltas(mu: float, epsilons: Array) -> Array:
+def _gaussian_deltas(mu: float, epsilons: Floats) -> Floats:
     upper = ndtr(mu / 2 - epsilons / mu)
     lower = np.exp(epsilons + log_ndtr(-mu / 2 - epsilons / mu))
     return np.asarray(np.maximum(upper - lower, 0.0))

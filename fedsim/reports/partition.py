@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.partitions.base import Counts, class_counts, class_shares
+from fedsim.array_types import Ints
+from fedsim.partitions.base import class_counts, class_shares
 from fedsim.reports.charts import distribution_charts
 from fedsim.reports.pictures import picture
 from fedsim.runs.summary import distribution
@@ -18,7 +19,7 @@ _ROWS = 12  # most clients in the table before it is abbreviated
 _WIDTH = 80  # columns of a terminal; if a column per class needs more, classes are listed
 
 
-def summary(counts: Counts) -> dict[str, str]:
+def summary(counts: Ints) -> dict[str, str]:
     """Short texts with facts about ``counts [n, K]``, by name."""
     sizes = counts.sum(1)
     has = sizes > 0
@@ -36,7 +37,7 @@ def summary(counts: Counts) -> dict[str, str]:
     return facts
 
 
-def _distance(counts: Counts) -> float:
+def _distance(counts: Ints) -> float:
     """Mean total variation distance between a client's class distribution and the overall one.
 
     The mean is over clients that have examples.
@@ -46,7 +47,7 @@ def _distance(counts: Counts) -> float:
     return float(np.abs(shares - overall).sum(1).mean() / 2)
 
 
-def _shuffled(counts: Counts) -> Counts:
+def _shuffled(counts: Ints) -> Ints:
     """Class counts of clients with the same sizes, if examples were assigned at random."""
     num_classes = counts.shape[1]
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(num_classes), counts.sum(0)))
@@ -55,7 +56,7 @@ def _shuffled(counts: Counts) -> Counts:
     )
 
 
-def tabulate(counts: Counts, title: str) -> RenderableType:
+def tabulate(counts: Ints, title: str) -> RenderableType:
     """Tables of the summary and of each client's classes, for a terminal.
 
     Parameters
@@ -70,7 +71,7 @@ def tabulate(counts: Counts, title: str) -> RenderableType:
     return Group(Text(title, style="bold"), Text(), facts, Text(), _by_client(counts))
 
 
-def _by_client(counts: Counts) -> Table:
+def _by_client(counts: Ints) -> Table:
     """Table of the counts of each client, or of the first and last ones if there are many."""
     n, num_classes = counts.shape
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -93,13 +94,13 @@ def _by_client(counts: Counts) -> Table:
     return table
 
 
-def _largest(row: Counts) -> str:
+def _largest(row: Ints) -> str:
     order = np.argsort(-row, kind="stable")[: int((row > 0).sum())]
     text = ", ".join(f"{label} ({row[label]})" for label in order[:4])
     return f"{text}, and {len(order) - 4} more" if len(order) > 4 else text
 
 
-def draw(counts: Counts, title: str) -> Figure:
+def draw(counts: Ints, title: str) -> Figure:
     """Draw clients' numbers of examples and of classes, and each client's mix of classes.
 
     Parameters
@@ -112,5 +113,5 @@ def draw(counts: Counts, title: str) -> Figure:
     return picture(distribution_charts(distribution(counts.sum(1), counts, names)), title)
 
 
-def _spread(values: Counts) -> str:
+def _spread(values: Ints) -> str:
     return f"{values.min():,} min, {np.median(values):,.10g} median, {values.max():,} max"

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ids = npt.NDArray[np.int64]
+from fedsim.array_types import Ints
 
 Reason = Literal[
     "missing",
@@ -48,7 +48,7 @@ class Block:
     Attributes
     ----------
     client_ids : int64 ``[n]``
-        Ids, each at most once.
+        Ints, each at most once.
     rows : Tensor ``[n, d]`` or None
         Updates ``w_client - w_global`` in the layout's order; zeros for a client that failed.
         None for an evaluation, or if all clients failed.
@@ -69,7 +69,7 @@ class Block:
         If the parts are inconsistent.
     """
 
-    client_ids: Ids
+    client_ids: Ints
     rows: Tensor | None
     metrics: Mapping[str, npt.NDArray[np.float64]]
     ok: npt.NDArray[np.bool_]
@@ -106,14 +106,14 @@ class Block:
             raise MalformedBlockError(f"clients {failed} failed, so that their rows must be zero.")
 
     @classmethod
-    def failed(cls, client_ids: Ids, reason: Reason) -> Block:
+    def failed(cls, client_ids: Ints, reason: Reason) -> Block:
         """Block of clients that have all failed for the same reason."""
         reasons = dict.fromkeys(client_ids.tolist(), reason)
         return cls(client_ids, None, {}, np.zeros(len(client_ids), dtype=np.bool_), reasons)
 
     @classmethod
     def sent(
-        cls, client_ids: Ids, rows: Tensor | None, metrics: Mapping[str, npt.NDArray[np.float64]]
+        cls, client_ids: Ints, rows: Tensor | None, metrics: Mapping[str, npt.NDArray[np.float64]]
     ) -> Block:
         """Block of clients without failures."""
         return cls(client_ids, rows, metrics, np.ones(len(client_ids), dtype=np.bool_))
@@ -178,14 +178,14 @@ class BlockTrainer(Protocol):
     device: torch.device = torch.device("cpu")
 
     @abstractmethod
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Train these clients from the global parameters ``vector [d]``, block by block."""
 
     @abstractmethod
-    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and accuracy of ``vector [d]`` on these clients' data."""
 
-    def costs(self, client_ids: Ids) -> npt.NDArray[np.float64]:
+    def costs(self, client_ids: Ints) -> npt.NDArray[np.float64]:
         """Relative cost of each client's work, ``[n]``, above 0; equal by default."""
         return np.ones(len(client_ids))
 
@@ -193,7 +193,7 @@ class BlockTrainer(Protocol):
         """Read the config entries of a round's instructions that are for all clients."""
         return
 
-    def state(self, client_ids: Ids | None = None, round: int | None = None) -> ClientStates:
+    def state(self, client_ids: Ints | None = None, round: int | None = None) -> ClientStates:
         """Clients' state between rounds, as of the start of ``round``.
 
         Without ``client_ids``, all state that must outlive the process, for a checkpoint.
@@ -214,7 +214,7 @@ class BlockTrainer(Protocol):
         """Replace all clients' states by these, which `state` gave."""
         return
 
-    def charge(self, client_ids: Ids, round: int, *, begins: bool = False) -> Mapping[int, str]:
+    def charge(self, client_ids: Ints, round: int, *, begins: bool = False) -> Mapping[int, str]:
         """Record, as one ledger line, what these clients will release of their examples in a round.
 
         Clients that were charged for the round, and have not begun it, are not charged again.

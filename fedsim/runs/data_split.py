@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fedsim import datasets, partitions
+from fedsim.array_types import Ints
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.checks import UNUSABLE, not_finite
 from fedsim.datasets.tables import FOUND
 from fedsim.errors import FedsimError
-from fedsim.partitions import Indices, Partition
+from fedsim.partitions import Partition
 from fedsim.partitions.by_owner import have_owners
 from fedsim.privacy.plan import of_user
 from fedsim.runs.object_overrides import ObjectOverrides
@@ -46,9 +47,9 @@ class RunData:
     """
 
     dataset: Dataset
-    parts: list[Indices]
-    held_out: Indices
-    test_parts: list[Indices] | None = None
+    parts: list[Ints]
+    held_out: Ints
+    test_parts: list[Ints] | None = None
     of_clients: tuple[str, ...] = ()
     all_sizes: Collection[int] | None = None
 
@@ -134,7 +135,7 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
 
 
-def client_data(dataset: Dataset, split: Split, parts: list[Indices]) -> ClientData:
+def client_data(dataset: Dataset, split: Split, parts: list[Ints]) -> ClientData:
     """Examples of a data set's split with their clients' indices and the data's normalisation."""
     unusable = split.columns.get(UNUSABLE)
     return ClientData(split.x, split.y, parts, *input_statistics(dataset), split.mask, unusable)
@@ -225,7 +226,7 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
     return RunData(dataset, parts, held_out, tests, of_clients)
 
 
-def _usable(train: Split, rows: Indices) -> npt.NDArray[np.bool_]:
+def _usable(train: Split, rows: Ints) -> npt.NDArray[np.bool_]:
     """Which of these training examples have a usable label, and numbers that are all finite."""
     split = train[torch.from_numpy(rows)]
     mask = None if split.mask is None else split.mask.cpu().numpy()

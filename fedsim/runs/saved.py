@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Array
 from fedsim.config import RunConfig
 from fedsim.config.release_keys import path_keys
 from fedsim.datasets import Dataset, dataset_of
@@ -48,8 +48,6 @@ from fedsim.runs.run_lock import is_marked
 from fedsim.tasks.metrics import predicted_classes, with_class_axis
 
 _CHUNK = 256  # examples in a batch of `predict`
-
-Array = npt.NDArray[Any]
 
 
 @check_arguments

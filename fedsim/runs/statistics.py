@@ -14,13 +14,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from fedsim.array_types import Floats
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort
 from fedsim.config.privacy_sections import NoiseSection
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
-from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Floats, Moments
+from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Moments
 from fedsim.models.statistics import Statistics
 from fedsim.privacy import Budget, Entry, Ledger
 from fedsim.rows import Layout

@@ -14,15 +14,14 @@ from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import IGNORED, Loss, class_logits, like_targets, with_settings
 
-Floats = npt.NDArray[np.float64]
 S = TypeVar("S")
 
 # 2^-1200 is below the least bit of any float64, denormals included (2^-1074).

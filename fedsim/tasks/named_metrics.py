@@ -13,14 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.array_types import Floats, Ints
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Ge
 from fedsim.tasks.losses import like_targets
 from fedsim.tasks.metrics import MIN_BIT, ExactSum, Mean, Metric, Summed, by_label, counted
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class Hits(Summed):

@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.array_types import Floats, Ints
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.poisson import draw_poisson
 from fedsim.privacy.laws.shuffle import draw_passes
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Draws, Randomness, Stream
 from fedsim.training.data import ClientData
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 SAMPLED_CLIENTS = 1000
 """Number of clients from which the work of all is estimated."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.arguments import expected, require, shown
+from fedsim.array_types import Ints
 from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import KEEP_FIXED, fixed_statistics, statistics_of
 from fedsim.models.parameters import refuse_gradient_hooks
 from fedsim.privacy.exclusions import check_private_work
-from fedsim.rows.block import Ids
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 
@@ -98,7 +98,7 @@ def loss_on(loss: Loss, device: torch.device) -> Loss:
 
 
 def check_call(
-    vector: Tensor, sizes: Collection[int], client_ids: Ids, round: int, population: int
+    vector: Tensor, sizes: Collection[int], client_ids: Ints, round: int, population: int
 ) -> None:
     """Refuse parameters, clients or a round that a trainer cannot train or evaluate.
 

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedsim import regular_files
+from fedsim.array_types import Ints
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
-from fedsim.rows.block import CLIENT_IDS, ClientStates, Ids
+from fedsim.rows.block import CLIENT_IDS, ClientStates
 from fedsim.training.payload import PERSONAL, Personal
 
 StateKind = Literal["reset", "client"]
@@ -94,7 +95,7 @@ class PersistentState:
         theta[:, personal.positions] = carried.entry(PERSONAL, default=initial)
         return theta
 
-    def evaluated(self, vector: Tensor, client_ids: Ids) -> Tensor:
+    def evaluated(self, vector: Tensor, client_ids: Ints) -> Tensor:
         """Packed parameters ``[1 or n, D]`` with which these clients evaluate ``vector [d]``."""
         carried = self.store.load(client_ids, None)
         theta = self.personal.shared.pack(vector[None])
@@ -102,7 +103,7 @@ class PersistentState:
             theta = self.start(theta, carried)
         return carried.entry(self.algorithm.evaluates, default=theta)
 
-    def state(self, client_ids: Ids | None, round: int | None) -> ClientStates:
+    def state(self, client_ids: Ints | None, round: int | None) -> ClientStates:
         """State of these clients at the start of a round; without ids, what a checkpoint needs."""
         if client_ids is None:
             return self.store.state()
@@ -138,7 +139,7 @@ class CarriedState(NamedTuple):
         present = present.view(-1, *[1] * (default.dim() - 1))
         return torch.where(present, self.rows[name].to(default), default)
 
-    def packed(self, client_ids: Ids) -> ClientStates:
+    def packed(self, client_ids: Ints) -> ClientStates:
         """Rows of the clients that have state, for a checkpoint or another process."""
         rows = self.rows
         if not self.present.all():  # else nothing is copied
@@ -147,7 +148,7 @@ class CarriedState(NamedTuple):
         return {CLIENT_IDS: torch.from_numpy(client_ids[self.present]), **rows}
 
 
-def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
+def unpacked(states: ClientStates) -> tuple[Ints, dict[str, Tensor]]:
     """Client ids, and their state by name."""
     if not states:
         return np.zeros(0, dtype=np.int64), {}
@@ -161,7 +162,7 @@ class StateStore:
     def join(self, run: str) -> None:
         """Use the state of the run with this id only."""
 
-    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
+    def load(self, client_ids: Ints, round: int | None) -> CarriedState:
         """State of these clients from before ``round``; the latest if it is None."""
         return CarriedState(np.zeros(len(client_ids), dtype=np.bool_), {})
 
@@ -188,11 +189,11 @@ class MemoryStore(StateStore):
         self._columns: dict[str, Tensor] = {}
 
     @property
-    def client_ids(self) -> Ids:
+    def client_ids(self) -> Ints:
         """Ids of the clients that have state."""
         return np.flatnonzero(self._row_of != ABSENT)
 
-    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
+    def load(self, client_ids: Ints, round: int | None) -> CarriedState:
         """The latest state, whatever the round."""
         rows = self._row_of[client_ids]
         index = torch.from_numpy(np.maximum(rows, 0))
@@ -291,7 +292,7 @@ class FileStore(StateStore):
         numbers = ((re.fullmatch(r"round-(\d+)", path.stem), path) for path in paths)
         return sorted((int(number[1]), path) for number, path in numbers if number)
 
-    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
+    def load(self, client_ids: Ints, round: int | None) -> CarriedState:
         """State of these clients from before ``round``; the latest if it is None.
 
         Raises

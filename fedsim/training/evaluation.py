@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.array_types import Bools, Floats, Ints
 from fedsim.errors import FedsimError
 from fedsim.process import memory, thread_pool
 from fedsim.randomness import Randomness
@@ -21,7 +22,6 @@ from fedsim.rows.block import Block
 from fedsim.tasks import Loss, MeanOf, Metric
 from fedsim.tasks.losses import is_fedsims_own
 from fedsim.training import checks
-from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
 from fedsim.training.own_state import OwnState
@@ -33,7 +33,6 @@ from fedsim.training.side_effects import EVALUATION, Seeds, exact, seeded
 from fedsim.training.steps import Stepper
 from fedsim.training.structure.reading import Reading, read
 
-Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
 MAX_CHUNKS = 64  # chunks in one call
 CLIENTS = 256  # clients in a block

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Annotated, Literal
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Ints
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.base import require_mechanism
@@ -32,7 +33,6 @@ from fedsim.tasks.losses import Loss
 from fedsim.training.batches import (
     MAX_CHUNK,
     Batches,
-    Ints,
     batch_width,
     chunk_width,
     plan_batches,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsim.array_types import Floats, Ints
 from fedsim.clients.base import PERSONAL_MASK
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.mechanisms import Releaser
@@ -17,8 +18,6 @@ from fedsim.randomness import Randomness
 from fedsim.training.batches import (
     DRAWN_TOGETHER,
     Batches,
-    Floats,
-    Ints,
     Workload,
     batch_width,
     draw_groups,

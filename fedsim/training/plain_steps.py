@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.array_types import Floats
 from fedsim.clients.base import State, Step
-from fedsim.training.batches import Batches, Floats
+from fedsim.training.batches import Batches
 from fedsim.training.paths.losses import losses_of
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program

@@ -26,18 +26,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.tasks.losses import Loss, is_fedsims_own
 from fedsim.training.data import ClientData
 from fedsim.training.structure.tables import BY_EXAMPLE
 from fedsim.training.structure.values import Writes, memory
-
-Ints = npt.NDArray[np.int64]
 
 EVALUATION = 2**40
 """Part of the address of an evaluation's draws, in the place of a training step's number."""

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.array_types import Floats, Ints
 from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
 from fedsim.randomness import Randomness
 from fedsim.rows.packing import Packing, empty_rows
-from fedsim.training.batches import Batches, Floats, Ints
+from fedsim.training.batches import Batches
 from fedsim.training.client_state import CarriedState
 from fedsim.training.data import ClientData
 from fedsim.training.paths.choice import Path

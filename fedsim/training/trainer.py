@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Floats, Ints
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import FedsimError, users_traceback_alone
@@ -23,7 +24,7 @@ from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
 from fedsim.training import checks
-from fedsim.training.batches import Floats, Ints, Workload
+from fedsim.training.batches import Workload
 from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import Evaluation

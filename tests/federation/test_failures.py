@@ -13,13 +13,14 @@ from fixed_clients import Fixed
 from flwr.app import ConfigRecord
 from toy_clients import toy_app
 
+from fedsim.array_types import Ints
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid, StreamingGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping, NoPrivacy
-from fedsim.rows.block import REASONS, Block, Ids
+from fedsim.rows.block import REASONS, Block
 from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import drive
 from fedsim.strategies import Availability, ClientTraining, DPFedAvg, RunFailedError
@@ -30,7 +31,7 @@ EVERYBODY = tuple(range(40))
 class Raising(Fixed):
     """Clients whose code raises."""
 
-    def train(self, vector: torch.Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: torch.Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         raise ArithmeticError("overflow")
         yield
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.rows.block import Block, BlockTrainer, Ids
+from fedsim.array_types import Ints
+from fedsim.rows.block import Block, BlockTrainer
 
 
 class Fixed(BlockTrainer):
@@ -29,7 +30,7 @@ class Fixed(BlockTrainer):
         self.examples = np.array(examples or [1] * len(updates), dtype=np.float64)
         self.rounds: list[list[int]] = []
 
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         self.rounds.append(client_ids.tolist())
         for start in range(0, len(client_ids), self.block_size):
             ids = client_ids[start : start + self.block_size]
@@ -42,6 +43,6 @@ class Fixed(BlockTrainer):
                 reasons=dict.fromkeys(ids[~ok].tolist(), "raised"),
             )
 
-    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         ones = np.ones(len(client_ids))
         yield Block.sent(client_ids, None, {"num-examples": ones, "loss": 2 * ones})

@@ -11,10 +11,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
+from fedsim.array_types import Ints
 from fedsim.engines import array_record, tensors
 from fedsim.federation.exchange import Instructions, Recipients
 from fedsim.rows import Layout
-from fedsim.rows.block import Block, BlockTrainer, Ids
+from fedsim.rows.block import Block, BlockTrainer
 
 
 @dataclass
@@ -27,7 +28,7 @@ class ToyTrainer(BlockTrainer):
     raising: frozenset[int] = frozenset()
     calls: list[list[int]] = field(default_factory=list)
 
-    def _blocks(self, client_ids: Ids) -> Iterator[Ids]:
+    def _blocks(self, client_ids: Ints) -> Iterator[Ints]:
         for start in range(0, len(client_ids), self.block_size):
             block = client_ids[start : start + self.block_size]
             self.calls.append(block.tolist())
@@ -35,12 +36,12 @@ class ToyTrainer(BlockTrainer):
                 raise RuntimeError("out of luck")
             yield block
 
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         for ids in self._blocks(client_ids):
             rows = torch.stack([self.row(vector, k, round) for k in ids.tolist()])
             yield Block.sent(ids, rows, self._metrics(ids))
 
-    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         for ids in self._blocks(client_ids):
             yield Block.sent(ids, None, self._metrics(ids))
 
@@ -48,7 +49,7 @@ class ToyTrainer(BlockTrainer):
         draws = np.random.default_rng([5, round, client]).random(self.d)
         return -(vector - client) / 2 + torch.from_numpy(draws).to(vector.dtype)
 
-    def _metrics(self, ids: Ids) -> dict[str, np.ndarray]:
+    def _metrics(self, ids: Ints) -> dict[str, np.ndarray]:
         return {"num-examples": ids + 1.0, "loss": ids / 10.0}
 
 

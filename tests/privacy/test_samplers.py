@@ -360,7 +360,7 @@ def test_cohorts_and_accounting_load_neither_torch_nor_flower():
 @pytest.mark.parametrize("seed", [3, None])
 def test_samples_of_many_owners_are_those_of_each_alone(monkeypatch, seed, spread):
     # With fewer gaps at a time some samples are not complete at once; the draws stay the same.
-    monkeypatch.setattr(poisson, "SPREAD", spread)
+    monkeypatch.setattr(poisson, "GAP_DEVIATIONS", spread)
     randomness = Randomness(seed, "ab")
     owners = [Poisson(0.2, 40), Full(7), Poisson(0.9, 30), Poisson(0.01, 2)]
     sources = [Draws(randomness, "example", amplified=True, client=k) for k in range(4)]

@@ -29,11 +29,12 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
+from fedsim.array_types import Floats
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.exchange import Instructions, RecordKeys, Replies
 from fedsim.federation.replies import Reply, changed_whole_numbers, read
 from fedsim.federation.round_report import Tally
-from fedsim.federation.row_sums import Floats, Summing
+from fedsim.federation.row_sums import Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
 from fedsim.mechanisms.releaser import prefetched
 from fedsim.privacy.noise import Noise

@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
+from fedsim.array_types import Ints
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.aggregation.client_replies import NoisePlacement, training_reply
 from fedsim.federation.aggregation.shares import (
@@ -27,7 +28,7 @@ from fedsim.federation.aggregation.shares import (
 from fedsim.federation.exchange import metric_record
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
-from fedsim.rows.block import DECLARED_EXAMPLES, RUN, Ids
+from fedsim.rows.block import DECLARED_EXAMPLES, RUN
 from fedsim.training import Trainer
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 
@@ -192,7 +193,7 @@ def _with_time_limit(seconds_for: Callable[[Context], float]) -> Mod:
     return limited
 
 
-def _client_ids(context: Context) -> Ids:
+def _client_ids(context: Context) -> Ints:
     return np.array([client_id(context.node_config)], dtype=np.int64)
 
 

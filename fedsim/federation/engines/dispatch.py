@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.workers import (
     Crew,
@@ -28,7 +29,7 @@ from fedsim.federation.engines.workers import (
 )
 from fedsim.federation.exchange import Instructions
 from fedsim.mechanisms import PartialSum
-from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids, Reason
+from fedsim.rows.block import Block, BlockTrainer, ClientStates, Reason
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class _Chunk:
         Whether the worker gets no other request at the same time.
     """
 
-    client_ids: Ids
+    client_ids: Ints
     losses: int = 0
     alone: bool = False
 
@@ -181,9 +182,9 @@ class Dispatch:
                 continue
             yield from self._received(assignment, answer)
 
-    def _hand_out(self, reference: Any) -> list[tuple[Ids, Reason]]:
+    def _hand_out(self, reference: Any) -> list[tuple[Ints, Reason]]:
         """Assign chunks to workers; return the clients that cannot begin, and why."""
-        refusals: list[tuple[Ids, Reason]] = []
+        refusals: list[tuple[Ints, Reason]] = []
         # Every worker gets a first chunk before any gets a second: at the end of a round, two
         # chunks on one worker would leave another idle.
         for depth in range(1, self._crew.depth + 1):
@@ -312,8 +313,8 @@ class Dispatch:
 
 
 def chunks(
-    client_ids: Ids, costs: npt.NDArray[np.float64], *, workers: int, largest: int
-) -> list[Ids]:
+    client_ids: Ints, costs: npt.NDArray[np.float64], *, workers: int, largest: int
+) -> list[Ints]:
     """Cut clients into chunks in decreasing order of cost, of at most ``largest`` clients each.
 
     The first chunks are few and large, the last ones small. Assigned in order to free workers, they
@@ -329,7 +330,7 @@ def chunks(
     order = np.argsort(-costs, kind="stable")
     cumulative = np.concatenate([[0.0], np.cumsum(costs[order])])
     min_cost = cumulative[-1] / (MAX_CHUNKS_PER_WORKER * workers)
-    parts: list[Ids] = []
+    parts: list[Ints] = []
     start = 0
     while start < len(order):
         target = max(CHUNK_FRACTION * (cumulative[-1] - cumulative[start]) / workers, min_cost)

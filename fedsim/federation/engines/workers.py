@@ -25,17 +25,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.array_types import Ints
 from fedsim.errors import BudgetSpentError, FedsimError, described
 from fedsim.federation.exchange import Instructions
 from fedsim.mechanisms import PartialSum, Releaser
-from fedsim.rows.block import (
-    Block,
-    BlockTrainer,
-    ClientStates,
-    Ids,
-    MalformedBlockError,
-    Reason,
-)
+from fedsim.rows.block import Block, BlockTrainer, ClientStates, MalformedBlockError, Reason
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +50,7 @@ class WorkRequest:
         States of these clients from earlier rounds.
     """
 
-    client_ids: Ids | None
+    client_ids: Ints | None
     states: ClientStates = field(default_factory=dict)
 
 
@@ -189,7 +183,7 @@ class TrainingWorker:
         except Exception as error:
             return WorkerReply(error=sendable(error))
 
-    def _trained(self, client_ids: Ids, states: ClientStates) -> WorkerReply:
+    def _trained(self, client_ids: Ints, states: ClientStates) -> WorkerReply:
         instructions, summing = self._instructions, self._instructions.summing
         # Clients' states are stored by the driver and sent with each request, since another worker
         # may have run these clients last.
@@ -212,7 +206,7 @@ def sendable(error: Exception) -> FedsimError:
 
 
 def guarded_blocks(
-    trainer: BlockTrainer, instructions: Instructions, client_ids: Ids
+    trainer: BlockTrainer, instructions: Instructions, client_ids: Ints
 ) -> Iterator[Block]:
     """Run clients in blocks, so that a client that raises fails alone.
 

@@ -7,7 +7,7 @@ from fedsim.privacy.laws.declared import DeclaredLaw
 from fedsim.privacy.laws.fixed import FixedSize, FixedSizeLaw
 from fedsim.privacy.laws.full import Full, FullLaw
 from fedsim.privacy.laws.poisson import InclusionSampler, Poisson, PoissonLaw
-from fedsim.privacy.laws.sampler import Ids, Sampler, SamplerState, declared_population
+from fedsim.privacy.laws.sampler import Sampler, SamplerState, declared_population
 from fedsim.privacy.laws.shuffle import ShuffledPasses, ShuffleLaw
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "FixedSizeLaw",
     "Full",
     "FullLaw",
-    "Ids",
     "Inclusion",
     "InclusionSampler",
     "Law",

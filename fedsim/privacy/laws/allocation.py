@@ -16,13 +16,13 @@ from typing import Annotated, ClassVar
 import numpy as np
 from scipy.special import gammaln, log_ndtr, logsumexp, ndtr
 
+from fedsim.array_types import Floats, Ints
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law, Participation, WrappingLaw
-from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
+from fedsim.privacy.laws.sampler import RememberingSampler, declared_population
 from fedsim.privacy.losses import (
     ORDERS,
     RELEASE_TAIL,
-    Array,
     AtomicPair,
     DominatingPair,
     Reversed,
@@ -96,7 +96,7 @@ class AllocationLaw(Law):
         pair = AllocatedGaussian(self.rounds_per_part, noise_multiplier)
         return pair, Reversed(pair)
 
-    def rdp(self, noise_multiplier: float) -> Array:
+    def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve of one part: an upper bound on both directions."""
         if (mu := self.gaussian(noise_multiplier)) is not None:
             return gaussian_rdp(mu)
@@ -215,7 +215,7 @@ class AllocatedGaussian(AtomicPair):
         )
         return float(losses[support[0]]), float(losses[support[-1]])
 
-    def masses(self, grid: Array) -> tuple[Array, Array]:
+    def masses(self, grid: Floats) -> tuple[Floats, Floats]:
         """Masses of ``upper`` and ``lower`` below, between and above the grid's points."""
         places = np.searchsorted(grid, self._atoms()[0])
         upper, lower = self._sums(places, len(grid) + 1)
@@ -225,7 +225,7 @@ class AllocatedGaussian(AtomicPair):
         lower[0] += max(0.0, 1.0 - float(lower.sum()))
         return upper, lower
 
-    def _atoms(self) -> tuple[Array, Array, Array]:
+    def _atoms(self) -> tuple[Floats, Floats, Floats]:
         losses, lower = _mean_of_lognormals(self.rounds, self.noise_multiplier)
         return losses, lower * np.exp(losses), lower
 
@@ -233,7 +233,7 @@ class AllocatedGaussian(AtomicPair):
 @lru_cache(maxsize=32)
 def _mean_of_lognormals(
     terms: int, noise_multiplier: float, *, capped: bool = False
-) -> tuple[Array, Array]:
+) -> tuple[Floats, Floats]:
     """Distribution of log S on a grid: the points, and the mass at each.
 
     S is the mean of ``terms`` variables ``exp(x / z^2 - 1 / (2 z^2))``, x normal with standard
@@ -249,7 +249,7 @@ def _mean_of_lognormals(
     spread = math.sqrt(math.log1p(math.expm1(min(1 / z**2, 700.0)) / terms))
     step = max(min(spread, 1 / z) / STEPS_PER_STD, (high - low) / MAX_POINTS)
     points = math.ceil((high - low) / step) + 1
-    grid: Array = low + step * np.arange(points, dtype=np.float64)
+    grid: Floats = low + step * np.arange(points, dtype=np.float64)
     term = _split_lognormal(grid + math.log(terms), z)
     if capped:
         term[-1] += 1 - term.sum()
@@ -264,7 +264,7 @@ def _mean_of_lognormals(
     return grid, result
 
 
-def _split_lognormal(log_values: Array, z: float) -> Array:
+def _split_lognormal(log_values: Floats, z: float) -> Floats:
     """Masses of one lognormal variable on a grid of its logarithm, with unchanged mean.
 
     Mass above the last point is left out, and so counts as 0: its share of the mean, which is
@@ -286,7 +286,7 @@ def _split_lognormal(log_values: Array, z: float) -> Array:
     return atoms
 
 
-def _sum(one: Array, other: Array, step: float) -> Array:
+def _sum(one: Floats, other: Floats, step: float) -> Floats:
     """Masses of the sum of two independent variables, all on one grid of logarithms.
 
     Mass that is missing from a sum of 1 is at the value 0, in the arguments and in the result.
@@ -315,7 +315,7 @@ def _sum(one: Array, other: Array, step: float) -> Array:
 
 
 @lru_cache(maxsize=256)
-def allocation_rdp(rounds: int, noise_multiplier: float) -> Array:
+def allocation_rdp(rounds: int, noise_multiplier: float) -> Floats:
     """RDP at `ORDERS` of a row in one of ``rounds`` rounds: an upper bound on both directions."""
     z = noise_multiplier
     # Row removed, for whole orders m: the divergence is log E S^m / (m - 1). One variable L has
@@ -336,7 +336,7 @@ def allocation_rdp(rounds: int, noise_multiplier: float) -> Array:
     return np.asarray(np.maximum(removed, _added_rdp(rounds, z)))
 
 
-def _added_rdp(rounds: int, z: float) -> Array:
+def _added_rdp(rounds: int, z: float) -> Floats:
     """RDP at `ORDERS` of adding a row: ``log E S^(1 - order) / (order - 1)``, an upper bound."""
     powers = ORDERS - 1
     # S is at least the geometric mean of its terms, whose moments are known.
@@ -351,7 +351,7 @@ def _added_rdp(rounds: int, z: float) -> Array:
     return np.asarray(np.minimum(geometric, np.logaddexp(on_grid, below) / powers))
 
 
-def _product(one: Array, other: Array) -> Array:
+def _product(one: Floats, other: Floats) -> Floats:
     """Product of two power series, truncated to their length; coefficients are logarithms."""
     size = len(one)
     return np.array([logsumexp(one[: n + 1] + other[n::-1]) for n in range(size)])
@@ -390,7 +390,7 @@ class Allocation(RememberingSampler):
         super().__post_init__()
         _check_parts(self, "cohort.")
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Sorted ids; rounds must be drawn in order.
 
         Raises
@@ -414,7 +414,7 @@ class Allocation(RememberingSampler):
         # A client that still has to take part r times in the m rounds that are left does so now
         # with probability r / m. Every choice of its rounds is then equally likely.
         numbers = draws.generator(round, step).random(len(remaining))
-        ids: Ids = np.flatnonzero(numbers * (length - before) < remaining)
+        ids: Ints = np.flatnonzero(numbers * (length - before) < remaining)
         remaining[ids] -= 1
         self.memory["round"] = round
         return ids

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
-from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
+from fedsim.privacy.losses import DominatingPair, gaussian_rdp
 from fedsim.privacy.records import to_json
 from fedsim.settings import REQUIRED, Ge, check_settings, settings_of
 
@@ -164,14 +165,14 @@ class Law(ABC):
         """
         return None
 
-    def rdp(self, noise_multiplier: float) -> Array:
+    def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve at `fedsim.privacy.losses.ORDERS`: the worse of removing and adding a row."""
         mu = self.gaussian(noise_multiplier)
         if mu is None:
             raise NotImplementedError(f"{type(self).__name__} gives no Rényi curve.")
         return gaussian_rdp(mu)
 
-    def together(self, size: int) -> Array | None:
+    def together(self, size: int) -> Floats | None:
         """Probabilities that 0, 1, ... ``size`` of ``size`` given rows are sampled, if known.
 
         Used for the privacy of groups (`fedsim.privacy.groups`).

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Inclusion, Law, WrappingLaw
 from fedsim.privacy.laws.full import FullLaw
-from fedsim.privacy.losses import Array, DominatingPair
+from fedsim.privacy.losses import DominatingPair
 from fedsim.settings import Ge, Gt
 
 
@@ -64,7 +65,7 @@ class CorrelatedLaw(WrappingLaw):
         """Dominating pairs of the base, at the multiplier divided by the sensitivity."""
         return self.base.pairs(noise_multiplier / self.sensitivity)
 
-    def rdp(self, noise_multiplier: float) -> Array:
+    def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve of the base, at the multiplier divided by the sensitivity."""
         return self.base.rdp(noise_multiplier / self.sensitivity)
 

@@ -7,10 +7,11 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from fedsim.array_types import Floats, Ints
 from fedsim.privacy.laws.base import Law, Participation
 from fedsim.privacy.laws.poisson import poisson_rdp
-from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
-from fedsim.privacy.losses import Array, DominatingPair, SampledGaussian, gaussian_rdp
+from fedsim.privacy.laws.sampler import RememberingSampler, declared_population
+from fedsim.privacy.losses import DominatingPair, SampledGaussian, gaussian_rdp
 from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Ge, Gt, Le
@@ -51,7 +52,7 @@ class CyclicLaw(Law):
         """Dominating pairs of Poisson sampling at the rate within the group."""
         return SampledGaussian(self.in_group, noise_multiplier).both
 
-    def rdp(self, noise_multiplier: float) -> Array:
+    def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve of Poisson sampling at the rate within the group."""
         if self.in_group == 1:
             return gaussian_rdp(1 / noise_multiplier)
@@ -113,7 +114,7 @@ class Cyclic(RememberingSampler):
         """``rate * population / groups``."""
         return self.rate * declared_population(self) / self.groups
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Sorted ids of the sampled members of this round's group."""
         if not self.memory:
             # Round 0 is the address of the groups. One number per client in the order of ids: one

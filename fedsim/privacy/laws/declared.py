@@ -16,9 +16,10 @@ from typing import Any, get_args
 
 import numpy as np
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
-from fedsim.privacy.losses import ORDERS, Array, DiscretePair, DominatingPair
+from fedsim.privacy.losses import ORDERS, DiscretePair, DominatingPair
 from fedsim.privacy.pld import discretised
 from fedsim.privacy.records import to_json
 
@@ -103,7 +104,7 @@ class DeclaredLaw(Law):
             return None
         return self.removed, self.added
 
-    def rdp(self, noise_multiplier: float) -> Array:
+    def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve, at no less noise than that of the evaluation."""
         self._check(noise_multiplier)
         return np.array(self.curve)

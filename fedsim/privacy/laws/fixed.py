@@ -8,11 +8,12 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from fedsim.array_types import Floats, Ints
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
 from fedsim.privacy.laws.poisson import PoissonLaw
-from fedsim.privacy.laws.sampler import Ids, Sampler
-from fedsim.privacy.losses import ORDERS, Array, gaussian_rdp, without_warnings
+from fedsim.privacy.laws.sampler import Sampler
+from fedsim.privacy.losses import ORDERS, gaussian_rdp, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Ge
@@ -46,7 +47,7 @@ class FixedSizeLaw(Law):
         """``size / population``."""
         return self.size / self.population
 
-    def rdp(self, noise_multiplier: float) -> Array:
+    def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve at `ORDERS`, under replace-one."""
         if (mu := self.gaussian(noise_multiplier)) is not None:
             return gaussian_rdp(mu)
@@ -80,7 +81,7 @@ class FixedSizeLaw(Law):
 
 
 @lru_cache(maxsize=4096)
-def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Array:
+def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Floats:
     """RDP at `ORDERS` of a Gaussian on ``size`` of ``population`` rows, without replacement.
 
     The adjacency is replace-one. dp-accounting's bound (Wang, Balle & Kasiviswanathan 2019) takes
@@ -140,7 +141,7 @@ class FixedSize(Sampler):
         """``size``, exactly."""
         return float(self.size)
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Sorted ids, by Floyd's method (Bentley and Floyd 1987)."""
         # One number from 0 to j for each of the last `size` ids j, ascending. If that number is
         # already chosen, j is taken instead: it is larger than all earlier ones, hence free.

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from fedsim.array_types import Floats, Ints
 from fedsim.privacy.laws.base import Adjacency, Law, WrappingLaw
-from fedsim.privacy.laws.sampler import Ids, Sampler, declared_population
-from fedsim.privacy.losses import Array
+from fedsim.privacy.laws.sampler import Sampler, declared_population
 from fedsim.randomness import Draws
 from fedsim.registry import register
 
@@ -26,7 +26,7 @@ class FullLaw(Law):
     label: ClassVar[str] = "everybody, no amplification"
     adjacency: Adjacency = "zero-out"
 
-    def together(self, size: int) -> Array:
+    def together(self, size: int) -> Floats:
         """Probability 1 that all ``size`` rows are included."""
         return np.asarray(np.eye(size + 1)[size])
 
@@ -80,11 +80,11 @@ class Full(Sampler):
         """Batches in one pass over the rows: always 1."""
         return 1
 
-    def order(self, round: int, draws: Draws, number: int) -> Ids:
+    def order(self, round: int, draws: Draws, number: int) -> Ints:
         """All ids, in ascending order, without random numbers (see `ShuffledPasses.order`)."""
         return np.arange(declared_population(self), dtype=np.int64)
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """All ids, without random numbers."""
         return self.order(round, draws, step)
 

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Bools, Floats, Ints
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Adjacency, Law
 from fedsim.privacy.laws.full import Full
-from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared_population
+from fedsim.privacy.laws.sampler import Sampler, check_population, declared_population
 from fedsim.privacy.losses import (
     ORDERS,
-    Array,
     DominatingPair,
     SampledGaussian,
     gaussian_rdp,
@@ -27,8 +27,6 @@ from fedsim.privacy.losses import (
 from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Ge, Gt, Le
-
-Mask = npt.NDArray[np.bool_]
 
 # Standard deviations above the expected sample size for which gaps are drawn at first.
 GAP_DEVIATIONS = 4.0
@@ -48,11 +46,11 @@ class PoissonLaw(Law):
         """Dominating pairs for removing and for adding a row; exact (Zhu, Dong & Wang 2022)."""
         return SampledGaussian(self.rate, noise_multiplier).both
 
-    def rdp(self, noise_multiplier: float) -> Array:
+    def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve at `ORDERS`."""
         return poisson_rdp(self.rate, noise_multiplier)
 
-    def together(self, size: int) -> Array:
+    def together(self, size: int) -> Floats:
         """Binomial probabilities that 0, 1, ... ``size`` of ``size`` given rows are sampled."""
         from scipy.stats import binom  # takes half a second, and only groups need it
 
@@ -96,7 +94,7 @@ class PoissonLaw(Law):
 
 
 @lru_cache(maxsize=4096)
-def poisson_rdp(rate: float, noise_multiplier: float) -> Array:
+def poisson_rdp(rate: float, noise_multiplier: float) -> Floats:
     """RDP of a Poisson-sampled Gaussian at `ORDERS`, add-remove."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import RdpAccountant
@@ -135,7 +133,7 @@ class Poisson(Sampler):
     population: int | None = None
     adjacency: Literal["add-remove", "zero-out"] = field(default="add-remove", kw_only=True)
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Sorted ids, from geometric gaps between them: time is proportional to the sample."""
         if self.rate == 1:
             return np.arange(declared_population(self), dtype=np.int64)
@@ -149,7 +147,7 @@ class Poisson(Sampler):
 
 def draw_poisson(
     samplers: Sequence[Poisson | Full], draws: Sequence[Draws], round: int, steps: Sequence[range]
-) -> tuple[Ids, Mask]:
+) -> tuple[Ints, Bools]:
     """`Poisson.draw` for several steps of each of n clients, in a third of the time.
 
     Parameters
@@ -251,7 +249,7 @@ class InclusionSampler(Sampler):
         """Sum of the first round's probabilities, used in every round (a fixed denominator)."""
         return float(self._probabilities(1).sum())
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Sorted ids, by thinning a Poisson sample at the highest probability."""
         # Two addresses a step: even parts for the candidates, odd ones for thinning them.
         candidates = Poisson(self.highest, self.population).draw(round, draws, 2 * step)

@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsim.arguments import check_arguments
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Adjacency, Law, Participation
 from fedsim.randomness import Draws
 from fedsim.settings import check_settings
-
-Ids = npt.NDArray[np.int64]
 
 SamplerState = Mapping[str, Any]
 """State by name: numpy arrays and JSON values."""
@@ -77,7 +75,7 @@ class Sampler(ABC):
         return rounds
 
     @abstractmethod
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Ids of the sampled rows, each at most once.
 
         Parameters

@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from fedsim.array_types import Ints
 from fedsim.privacy.laws.base import Law, Participation
-from fedsim.privacy.laws.sampler import Ids, RememberingSampler, declared_population
+from fedsim.privacy.laws.sampler import RememberingSampler, declared_population
 from fedsim.randomness import Draws
 from fedsim.registry import register
 from fedsim.settings import Ge, Gt, Le
@@ -91,21 +92,21 @@ class Separated(RememberingSampler):
         """``population / (separation - 1 + 1 / rate)``; in every round, if there is no limit."""
         return declared_population(self) / (self.separation - 1 + 1 / self.rate)
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Sorted ids; rounds must be drawn in order."""
         if not self.memory:
             last = self._stationary(draws.generator(0, 0).random(declared_population(self)))
             self.memory.update(last=last, count=np.zeros_like(last))
         last, count = self.memory["last"], self.memory["count"]
         free = np.flatnonzero(round - last >= self.separation)
-        ids: Ids = free[draws.generator(round, step).random(len(free)) < self.rate]
+        ids: Ints = free[draws.generator(round, step).random(len(free)) < self.rate]
         if self.max_participations:
             ids = ids[count[ids] < self.max_participations]
         last[ids] = round
         count[ids] += 1
         return ids
 
-    def _stationary(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ids:
+    def _stationary(self, numbers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
         """Each client's last round before round 1, drawn from the stationary distribution."""
         # A client is free, or waits for 1 to separation - 1 more rounds. In the stationary state
         # these probabilities are as 1 to rate: as many clients leave the free ones in a round as

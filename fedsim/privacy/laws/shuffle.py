@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.full import Full, FullLaw
-from fedsim.privacy.laws.sampler import Ids, Sampler, check_population, declared_population
+from fedsim.privacy.laws.sampler import Sampler, check_population, declared_population
 from fedsim.randomness import Draws
 
 
@@ -71,11 +72,11 @@ class ShuffledPasses(Sampler):
         """Batches in one pass."""
         return -(-self.population // self.batch_size)
 
-    def order(self, round: int, draws: Draws, number: int) -> Ids:
+    def order(self, round: int, draws: Draws, number: int) -> Ints:
         """All ids in the order of pass ``number`` of a round; batches are its consecutive parts."""
         return draws.generator(round, number).permutation(self.population)
 
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ints:
         """Ids of one batch; where whole passes are needed, `order` is cheaper."""
         number, batch = divmod(step, self.steps)
         first = batch * self.batch_size
@@ -92,7 +93,7 @@ class ShuffledPasses(Sampler):
 
 def draw_passes(
     sampler: ShuffledPasses | Full, draws: Sequence[Draws], round: int, passes: int
-) -> Ids:
+) -> Ints:
     """Orders of passes 0 to ``passes - 1`` for n clients: int64 ``[n, passes, population]``.
 
     The result equals that of `ShuffledPasses.order` for each pass, in a third of the time.

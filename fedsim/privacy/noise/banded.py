@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
-from fedsim.privacy.noise.correlated import Array, Toeplitz, remaining, solved, text_of
+from fedsim.privacy.noise.correlated import Toeplitz, remaining, solved, text_of
 from fedsim.registry import register
 from fedsim.settings import Ge, NotAllowedError, Text
 
@@ -82,7 +83,7 @@ class Banded(Toeplitz):
         """Whether they begin with 1, and are from 0 to 1."""
         return super().valid(numbers) and numbers[0] == 1
 
-    def series(self, rounds: int) -> Array:
+    def series(self, rounds: int) -> Floats:
         """First column of C: the coefficients, then zeros, ``[rounds]``."""
         numbers = self.numbers()
         series = np.zeros(rounds)
@@ -114,7 +115,7 @@ def best_bands(rounds: int, bands: int) -> tuple[float, ...]:
     # counts (rounds - a) times in the mean over rounds.
     weights = np.arange(rounds, 0, -1) / rounds
 
-    def loss(logits: Array) -> tuple[float, Array]:
+    def loss(logits: Floats) -> tuple[float, Floats]:
         """Logarithm of the product, and its gradient by the logits of the parts."""
         parts = 1 / (1 + np.exp(-logits))
         series = np.zeros(rounds)

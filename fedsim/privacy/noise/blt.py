@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
+from fedsim.array_types import Floats
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
-from fedsim.privacy.noise.correlated import Array, Toeplitz, text_of
+from fedsim.privacy.noise.correlated import Toeplitz, text_of
 from fedsim.registry import register
 from fedsim.settings import Ge, Le
 
@@ -57,7 +58,7 @@ class BLT(Toeplitz):
         numbers = self.numbers()
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
-    def series(self, rounds: int) -> Array:
+    def series(self, rounds: int) -> Floats:
         """First column of C: 1, then the weighted sums of powers of the decays, ``[rounds]``."""
         decays, weights = np.array(self._buffers()).T
         series = np.ones(rounds)
@@ -86,7 +87,7 @@ def best_buffers(participation: Participation, buffers: int) -> tuple[float, ...
     """Alternating decays and weights with the least error that several searches find."""
     from scipy.optimize import minimize
 
-    def pairs(free: Array) -> Array:
+    def pairs(free: Floats) -> Floats:
         """Decays and weights ``[buffers, 2]`` from unconstrained numbers ``[2 * buffers]``.
 
         Decays are in (0, 1), weights positive with a sum below 1. The series 1, c_1, c_2, ... then
@@ -97,7 +98,7 @@ def best_buffers(participation: Participation, buffers: int) -> tuple[float, ...
         remainders = np.cumprod(np.concatenate([[1.0], 1 - parts[buffers:]]))
         return np.stack([parts[:buffers], parts[buffers:] * remainders[:-1]], axis=1)
 
-    def loss(free: Array) -> float:
+    def loss(free: Floats) -> float:
         # All digits (repr), not those of `text_of`: rounding would hide the slope, which is taken
         # from finite differences.
         noise = BLT(1.0, coefficients=" ".join(map(repr, pairs(free).ravel().tolist())))

@@ -17,15 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law, Participation, is_shipped
 from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import FullLaw
 from fedsim.privacy.noise.base import Noise
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class Correlated(Noise):
         """L2 sensitivity to a row of repeating one round with different data: of one row of CX."""
 
     @abstractmethod
-    def matrix(self, rounds: int) -> Array:
+    def matrix(self, rounds: int) -> Floats:
         """The lower triangular C: for noise N over rounds, ``C N`` has unit covariance (at z = 1).
 
         Returns
@@ -138,7 +136,7 @@ class Correlated(Noise):
         """
 
     @abstractmethod
-    def variances(self, rounds: int) -> Array:
+    def variances(self, rounds: int) -> Floats:
         """Variance of one coordinate of the summed noise of rounds 1 to t, at multiplier 1."""
 
     def error(self, noise_multiplier: float | None = None) -> float:
@@ -184,7 +182,7 @@ class Toeplitz(Correlated):
     """Base of noises whose C is a lower triangular Toeplitz matrix, given by its first column."""
 
     @abstractmethod
-    def series(self, rounds: int) -> Array:
+    def series(self, rounds: int) -> Floats:
         """First column of C, beginning with 1, ``[rounds]``."""
 
     def sensitivity(self, participation: Participation) -> float:
@@ -213,12 +211,12 @@ class Toeplitz(Correlated):
         column = majorant(self.series(participation.rounds))
         return math.fsum(column[:: participation.separation][: participation.participations])
 
-    def matrix(self, rounds: int) -> Array:
+    def matrix(self, rounds: int) -> Floats:
         """C, from its first column."""
         ages = np.subtract.outer(np.arange(rounds), np.arange(rounds))
         return np.where(ages >= 0, self.series(rounds)[np.abs(ages)], 0.0)
 
-    def variances(self, rounds: int) -> Array:
+    def variances(self, rounds: int) -> Floats:
         """Variance of one coordinate of the summed noise of rounds 1 to t, at multiplier 1.
 
         A draw of age a is in the sum with a factor: coefficient a of ``1 / (c(x) (1 - x))``.
@@ -226,7 +224,7 @@ class Toeplitz(Correlated):
         return np.asarray(np.cumsum(np.square(remaining(self.series(rounds)))))
 
 
-def majorant(series: Array) -> Array:
+def majorant(series: Floats) -> Floats:
     """Least series that never increases and bounds the absolute values, in steps of 2^-40.
 
     The steps keep the last bits of a library's result, which vary between machines and processes,
@@ -238,12 +236,12 @@ def majorant(series: Array) -> Array:
     return np.asarray(np.ceil(above * 2.0**40 - 2.0**-8) * 2.0**-40)
 
 
-def length(vector: Array) -> float:
+def length(vector: Floats) -> float:
     """L2 norm, with the sum of squares rounded only once: it does not depend on their order."""
     return math.sqrt(math.fsum(number * number for number in vector.tolist()))
 
 
-def remaining(series: Array) -> Array:
+def remaining(series: Floats) -> Floats:
     """Factor with which a draw of age 0, 1, ... is in the sum of the rounds so far, ``[rounds]``.
 
     It is the solution b of ``C b = 1`` for the Toeplitz matrix of a series: the sums' noise is
@@ -252,7 +250,7 @@ def remaining(series: Array) -> Array:
     return solved(series, np.ones(len(series)))
 
 
-def solved(series: Array, right: Array, *, transposed: bool = False) -> Array:
+def solved(series: Floats, right: Floats, *, transposed: bool = False) -> Floats:
     """``C^-1 right`` for the Toeplitz matrix of a series; ``C^-T right`` if ``transposed``."""
     from scipy.linalg.blas import dtbsv
 
@@ -264,6 +262,6 @@ def solved(series: Array, right: Array, *, transposed: bool = False) -> Array:
     return np.asarray(dtbsv(width, band, right, lower=1, trans=int(transposed)))
 
 
-def text_of(numbers: Sequence[float] | Array) -> str:
+def text_of(numbers: Sequence[float] | Floats) -> str:
     """Coefficients as a config's text, rounded so that every machine finds the same ones."""
     return " ".join(f"{number:.6g}" for number in numbers)

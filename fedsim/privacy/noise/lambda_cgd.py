@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedsim.array_types import Floats
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
-from fedsim.privacy.noise.correlated import Array, Toeplitz
+from fedsim.privacy.noise.correlated import Toeplitz
 from fedsim.registry import register
 
 
@@ -48,7 +49,7 @@ class LambdaCGD(Toeplitz):
     def _lambda(self) -> float:
         return self.numbers()[0]
 
-    def series(self, rounds: int) -> Array:
+    def series(self, rounds: int) -> Floats:
         """First column of C: powers of lambda, ``[rounds]``."""
         return np.asarray(self._lambda ** np.arange(rounds))
 

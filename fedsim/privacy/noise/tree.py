@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
-from fedsim.privacy.noise.correlated import Array, Correlated
+from fedsim.privacy.noise.correlated import Correlated
 from fedsim.registry import register
 
 
@@ -70,7 +71,7 @@ class Tree(Correlated):
         """L2 sensitivity of the nodes that a round completes; a row is in each at most once."""
         return self.column
 
-    def matrix(self, rounds: int) -> Array:
+    def matrix(self, rounds: int) -> Floats:
         """The lower triangular C whose noise has the same covariance as the tree's.
 
         The tree itself is a matrix with a row for each node. Its noise over rounds, ``noise Z``,
@@ -79,7 +80,7 @@ class Tree(Correlated):
         # Rows of weights of the nodes' own noises, for each node's estimate and for each prefix.
         period, heights = self.bands, range(self.bands.bit_length())
         numbers = {node: index for index, node in enumerate(_nodes(rounds, period))}
-        estimates: dict[tuple[int, int], Array] = {}
+        estimates: dict[tuple[int, int], Floats] = {}
         for (end, height), index in sorted(numbers.items(), key=lambda item: item[0][1]):
             own_noise = np.eye(1, len(numbers), index)[0]
             estimates[end, height] = own_noise
@@ -100,7 +101,7 @@ class Tree(Correlated):
         noise = np.diff(sums, axis=0, prepend=0)
         return np.asarray(np.linalg.inv(np.linalg.cholesky(noise @ noise.T)))
 
-    def variances(self, rounds: int) -> Array:
+    def variances(self, rounds: int) -> Floats:
         """Variance of one coordinate of the summed noise of rounds 1 to t, at multiplier 1.
 
         The estimate of a complete node of height h has the variance ``1 / (2 - 2^-h)``.

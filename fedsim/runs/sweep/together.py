@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from flwr.app import Message
 
+from fedsim.array_types import Ints
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import described
 from fedsim.federation.exchange import Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows.block import Block, Ids
+from fedsim.rows.block import Block
 from fedsim.runs.data_split import client_data
 from fedsim.runs.factories import algorithm, seed_of
 from fedsim.runs.resolve import Resolved
@@ -119,7 +120,7 @@ class _SharedTrainer:
             yield from self._guarded(training, owners[block], np.concatenate(ids)[block])
 
     def _guarded(
-        self, training: dict[int, Instructions], owners: Ids, ids: Ids
+        self, training: dict[int, Instructions], owners: Ints, ids: Ints
     ) -> list[tuple[int, Block]]:
         """Train a common block; if it raises, each client alone, so that only the culprit fails."""
         try:
@@ -135,7 +136,7 @@ class _SharedTrainer:
             return [(run, Block.failed(client, "raised"))]
 
     def _block(
-        self, training: dict[int, Instructions], owners: Ids, ids: Ids
+        self, training: dict[int, Instructions], owners: Ints, ids: Ints
     ) -> Iterator[tuple[int, Block]]:
         # Runs in the order of the block's rows: `starts` must match `ids` row by row.
         counts = {run: int((owners == run).sum()) for run in dict.fromkeys(owners.tolist())}

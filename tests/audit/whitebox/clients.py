@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim.array_types import Floats, Ints
 from fedsim.audit.attacks import absence
-from fedsim.audit.checks import Floats
 from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
-from fedsim.rows.block import Block, BlockTrainer, Ids, Reason
+from fedsim.rows.block import Block, BlockTrainer, Reason
 
 Bools = npt.NDArray[np.bool_]
 LENGTH = 1e3
@@ -39,14 +39,14 @@ class _SyntheticClients(BlockTrainer):
     Attributes
     ----------
     answered : dict of int to list of int64 arrays
-        Ids of the clients that answered or raised in each round, in order.
+        Ints of the clients that answered or raised in each round, in order.
     """
 
-    answered: dict[int, list[Ids]] = field(
+    answered: dict[int, list[Ints]] = field(
         default_factory=dict, compare=False, repr=False, kw_only=True
     )
 
-    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Report one example and no metrics for each client."""
         yield Block.sent(client_ids, None, {"num-examples": np.ones(len(client_ids))})
 
@@ -82,7 +82,7 @@ class Canaries(_SyntheticClients):
         """Number of clients."""
         return self.silent + len(self.rows)
 
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Yield the clients' rows, which do not depend on the global parameters."""
         last = self.population - 1
         if self.raises and len(client_ids) > 1 and last in client_ids:
@@ -98,7 +98,7 @@ class Canaries(_SyntheticClients):
                 time.sleep(self.pause)
             yield self._block(ids)
 
-    def _block(self, ids: Ids) -> Block:
+    def _block(self, ids: Ints) -> Block:
         sends = ids >= self.silent
         index = ids[sends] - self.silent
         ok = np.ones(len(ids), dtype=np.bool_)
@@ -136,9 +136,9 @@ class ScriptedClients(_SyntheticClients):
     """
 
     population: int
-    script: Callable[[Ids, int], Block]
+    script: Callable[[Ints, int], Block]
 
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Yield the script's block, which does not depend on the global parameters."""
         self.answered.setdefault(round, []).append(client_ids)
         yield self.script(client_ids, round)
@@ -151,7 +151,7 @@ def _metrics(m: int, names: Iterable[str], examples: float = 1.0) -> dict[str, F
     return {**{name: np.zeros(m) for name in names}, "num-examples": np.full(m, examples)}
 
 
-def _block(ids: Ids, rows: Tensor, metrics: Mapping[str, Floats], ok: Bools) -> Block:
+def _block(ids: Ints, rows: Tensor, metrics: Mapping[str, Floats], ok: Bools) -> Block:
     reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
     return Block(ids, rows, metrics, ok, reasons)
 
@@ -262,7 +262,7 @@ RARE = World(
 WORLDS = (ALONE, OPPOSED, RARE)
 
 
-def _some(m: int, turn: int) -> Ids:
+def _some(m: int, turn: int) -> Ints:
     """Positions in a cohort of ``m``; which and how many they are changes with every round."""
     return np.roll(np.arange(m), turn)[: NUMBERS[turn % len(NUMBERS)]]
 
@@ -284,7 +284,7 @@ def several_canaries(
         Added to the round, to start later in the script.
     """
 
-    def script(ids: Ids, round: int) -> Block:
+    def script(ids: Ints, round: int) -> Block:
         turn = round + offset
         rows = torch.zeros(len(ids), len(radius), dtype=torch.float64)
         for position in _some(len(ids), turn):
@@ -310,7 +310,7 @@ def failing_clients(
         Value of all entries of their rows; None to raise an exception and send nothing.
     """
 
-    def script(ids: Ids, round: int) -> Block:
+    def script(ids: Ints, round: int) -> Block:
         positions = _some(len(ids), round + offset)
         rows = torch.zeros(len(ids), d, dtype=torch.float64)
         ok = np.ones(len(ids), dtype=np.bool_)
@@ -334,8 +334,8 @@ def equal_sums(
     """
     signs = torch.from_numpy(np.random.default_rng(1).choice([-1.0, 1.0], (64, len(bounded))))
 
-    def script(second: bool) -> Callable[[Ids, int], Block]:
-        def send(ids: Ids, round: int) -> Block:
+    def script(second: bool) -> Callable[[Ints, int], Block]:
+        def send(ids: Ints, round: int) -> Block:
             # Rows depend on positions in the cohort, not on ids: reversed, they have the same sum.
             positions = np.arange(len(ids))[:: -1 if second else 1].copy()
             rows = 4.0 * bounded * signs[torch.from_numpy(positions % len(signs))]

@@ -21,7 +21,8 @@ from whitebox.ledger_checks import AFFORDABLE_ROUNDS, budget_between
 from whitebox.local_training import ExampleEvidence, TrainerTarget
 from whitebox.target import StrategyFactory, StrategyTarget, parameters
 
-from fedsim.audit.checks import Floats, Gathered
+from fedsim.array_types import Floats
+from fedsim.audit.checks import Gathered
 from fedsim.audit.user_checks import ROWS
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig

@@ -11,16 +11,8 @@ import math
 import numpy as np
 from scipy.special import chdtrc, pdtrc
 
-from fedsim.audit.checks import (
-    Finding,
-    Floats,
-    Ids,
-    Statistic,
-    counted,
-    counts_in_bins,
-    invariant,
-    statistical,
-)
+from fedsim.array_types import Floats, Ints
+from fedsim.audit.checks import Finding, Statistic, counted, counts_in_bins, invariant, statistical
 from fedsim.audit.noise_checks import NoiseSample, correlations_of_rows
 
 FIELD = 8
@@ -67,7 +59,7 @@ def rounding(grid: NoiseSample) -> Finding:
     return invariant(grid.examined, fault, "every value a whole number of grid steps")
 
 
-def _steps(grid: NoiseSample) -> tuple[Ids, Floats]:
+def _steps(grid: NoiseSample) -> tuple[Ints, Floats]:
     """Whole grid steps ``[n, d]``, and their standard deviations ``[n, layers]``."""
     parts = [np.sqrt(np.square(grid.rows[:, c]).mean(-1)) for c in grid.layers]
     return np.rint(grid.rows).astype(np.int64), np.stack(parts, -1)
@@ -110,7 +102,7 @@ def low_bits_of_pairs(grid: NoiseSample) -> Finding:
     return statistical(grid.examined, *(statistic for one in largest for statistic in one))
 
 
-def _low_bits(grid: NoiseSample) -> dict[str, Ids]:
+def _low_bits(grid: NoiseSample) -> dict[str, Ints]:
     """Fields of bits far below the standard deviation, by their positions."""
     # A normal wider than 2^k grid steps is nearly uniform modulo 2^k, whatever is added to it: so
     # only fields of bits below half of the smallest standard deviation are tested.

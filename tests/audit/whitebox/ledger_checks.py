@@ -14,7 +14,8 @@ import numpy as np
 from scipy.special import bdtrc
 from whitebox.target import Observation
 
-from fedsim.audit.checks import Finding, Floats, counted, invariant, statistical
+from fedsim.array_types import Floats
+from fedsim.audit.checks import Finding, counted, invariant, statistical
 from fedsim.audit.claim import Claim, missed_statistic
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event

@@ -25,7 +25,8 @@ from whitebox.neighbouring_runs import Neighbours
 from whitebox.plan_checks import ExampleRun
 from whitebox.target import Observation, Target, parameters
 
-from fedsim.audit.checks import Finding, Floats, Gathered, Ids
+from fedsim.array_types import Floats, Ints
+from fedsim.audit.checks import Finding, Gathered
 from fedsim.audit.claim import Claim
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import distinguish
@@ -271,7 +272,7 @@ class ExampleEvidence(Evidence):
         return torch.zeros(CLIENTS, target.size, target.layout.d, dtype=torch.float64)
 
     @cached_property
-    def _batches(self) -> list[list[Ids]] | None:
+    def _batches(self) -> list[list[Ints]] | None:
         """Batches of each run: the examples that moved each release."""
         if self.target.adapts and not self.silent_release_is_noise:
             return None
@@ -291,7 +292,7 @@ class ExampleEvidence(Evidence):
         return Sampled.of(self._batches, event, size, "examples")
 
     @property
-    def passes(self) -> tuple[TrainerTarget, int, Sequence[Sequence[Ids]]] | None:
+    def passes(self) -> tuple[TrainerTarget, int, Sequence[Sequence[Ints]]] | None:
         """Batches of shuffled passes, and their number in a pass; None for other sampling."""
         if self._batches is None or self.sampled is not None:
             return None

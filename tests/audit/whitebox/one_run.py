@@ -22,8 +22,9 @@ from whitebox.clients import EXAMPLES, Bools, Canaries, clipped_scale
 from whitebox.ledger_checks import common_claim
 from whitebox.target import Target
 
+from fedsim.array_types import Floats
 from fedsim.audit.attacks import absence
-from fedsim.audit.checks import Floats, Statistic, statistical
+from fedsim.audit.checks import Statistic, statistical
 from fedsim.audit.claim import MIN_P, Claim
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError

@@ -18,7 +18,8 @@ from whitebox.bound_checks import allowed_length
 from whitebox.clients import ALONE, OPPOSED, equal_sums, longest_row
 from whitebox.target import Observation, StrategyTarget, Target, parameters
 
-from fedsim.audit.checks import Finding, Floats, Ids, invariant, untested
+from fedsim.array_types import Floats, Ints
+from fedsim.audit.checks import Finding, invariant, untested
 from fedsim.audit.noise_checks import pairs, repeats
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.privacy import Entry
@@ -360,7 +361,7 @@ def line_for_every_round(target: Target, run: ExampleRun) -> Finding:
     return invariant(examined, fault, "one a client, for all its gradients")
 
 
-def passes(target: Target, length: int, draws: Sequence[Sequence[Ids]]) -> Finding:
+def passes(target: Target, length: int, draws: Sequence[Sequence[Ints]]) -> Finding:
     """Whether each example is in one batch of a pass.
 
     Parameters

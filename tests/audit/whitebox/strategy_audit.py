@@ -16,7 +16,8 @@ from whitebox.ledger_checks import common_claim
 from whitebox.one_run import guess_coins
 from whitebox.target import Parameters, StrategyFactory, StrategyTarget, Target, parameters
 
-from fedsim.audit.checks import Finding, Floats, findings
+from fedsim.array_types import Floats
+from fedsim.audit.checks import Finding, findings
 from fedsim.audit.claim import Claim
 from fedsim.audit.two_world import Attack, distinguish
 from fedsim.audit.verdict import Verdict, check_numbers, risk_of_attack, silenced_logs

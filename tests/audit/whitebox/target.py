@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor
 from whitebox.clients import Canaries, SyntheticClients, World, clipped_scale, silent_clients
 
-from fedsim.audit.checks import Floats, Ids
+from fedsim.array_types import Floats, Ints
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
@@ -184,7 +184,7 @@ class Observation:
     statistics : sequence of mapping of name to float
         Numbers that the mechanism shows after each round.
     sampled : sequence of int64 arrays
-        Ids of the clients sampled in each round, in the order of their answers; empty if the
+        Ints of the clients sampled in each round, in the order of their answers; empty if the
         cohort is not visible.
     entries : tuple of Entry
         The ledger's lines.
@@ -204,7 +204,7 @@ class Observation:
 
     moves: Floats
     statistics: Sequence[Mapping[str, float]]
-    sampled: Sequence[Ids]
+    sampled: Sequence[Ints]
     entries: tuple[Entry, ...]
     charged: Sequence[int]
     states: Sequence[State]
