@@ -11,7 +11,7 @@ import pytest
 from slow_cases import slow_but
 
 import fedsim
-from fedsim import extras
+from fedsim import optional_packages
 from fedsim.errors import FedsimError
 
 ROOT = Path(__file__).parents[1]
@@ -65,16 +65,16 @@ def test_what_is_not_installed_is_named_with_its_extra(
 
 
 def test_a_package_that_lacks_is_refused_before_it_is_used() -> None:
-    extras.require("this test", "ray")
+    optional_packages.require("this test", "ray")
     with pytest.raises(FedsimError, match=r"this test needs wandb, .*fedsim-dp\[wandb\]"):
-        extras.require("this test", "wandb")
-    assert extras.of_import(ModuleNotFoundError("none", name="other_package")) is None
+        optional_packages.require("this test", "wandb")
+    assert optional_packages.of_import(ModuleNotFoundError("none", name="other_package")) is None
 
 
 def test_every_extra_is_one_of_the_package() -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {*extras.EXTRAS.values()} <= {*known["optional-dependencies"]}
-    names = {*extras.EXTRAS.values(), *extras.EXTRAS}
+    assert {*optional_packages.EXTRAS.values()} <= {*known["optional-dependencies"]}
+    names = {*optional_packages.EXTRAS.values(), *optional_packages.EXTRAS}
     assert not [one for one in known["dependencies"] if one.split(">")[0] in names]
 
 

@@ -10,9 +10,9 @@ wrote: its bound, sampler, noise, rows and ledger. `adapters` has ready targets 
 from __future__ import annotations
 
 from fedsim.arguments import explain_calls
-from fedsim.audit.checks import Check, Finding
 from fedsim.audit.claim import Claim
 from fedsim.audit.federation import SyntheticFederation, TargetRelease
+from fedsim.audit.findings import Check, Finding
 from fedsim.audit.target_audit import audit_target, open_target
 from fedsim.audit.target_claim import TargetClaim
 from fedsim.audit.two_world import Attack

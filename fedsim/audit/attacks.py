@@ -18,8 +18,8 @@ import numpy.typing as npt
 from scipy.special import bdtr, gammaln, log_ndtr, stdtr
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import Finding, Statistic, invariant, statistical, untested
 from fedsim.audit.federation import SHAPES, SyntheticFederation, TargetRelease
+from fedsim.audit.findings import Finding, Statistic, invariant, statistical, untested
 from fedsim.audit.target_claim import ReleaseClaim
 from fedsim.audit.two_world import Attack, distinguish
 

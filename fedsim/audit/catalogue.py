@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedsim.audit import noise_checks as noise
 from fedsim.audit import sampling_checks as sampling
-from fedsim.audit.checks import checks_of
+from fedsim.audit.findings import checks_of
 
 # fmt: off
 NOISE = checks_of("noise",

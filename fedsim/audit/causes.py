@@ -22,8 +22,8 @@ from fedsim.audit.attacks import (
     AttackResult,
 )
 from fedsim.audit.catalogue import DRAWS
-from fedsim.audit.checks import Check, Finding
 from fedsim.audit.federation import SHAPES
+from fedsim.audit.findings import Check, Finding
 from fedsim.audit.noise_checks import NoiseSample, exact_repeats, layer_sizes, round_sizes, shape
 from fedsim.audit.sampling_checks import Sampled, frequencies, overlaps, spread, succession
 from fedsim.privacy.laws import Inclusion

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scipy.special import betaincinv
 
 from fedsim.array_types import Floats, Ints
-from fedsim.audit.checks import Statistic
+from fedsim.audit.findings import Statistic
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Adjacency, Entry, Event
 from fedsim.privacy.tradeoff import TradeOff, tradeoff

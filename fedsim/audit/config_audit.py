@@ -18,9 +18,9 @@ import torch
 from fedsim.array_types import Floats
 from fedsim.audit import user_checks
 from fedsim.audit.adapters.flower import strategy_target
-from fedsim.audit.checks import findings
 from fedsim.audit.claim import Claim
 from fedsim.audit.federation import SHAPES
+from fedsim.audit.findings import findings
 from fedsim.audit.target_audit import audit_target
 from fedsim.audit.verdict import Verdict, check_numbers, silenced_logs
 from fedsim.config import RunConfig

@@ -15,7 +15,7 @@ from scipy.fft import dct
 from scipy.special import log_ndtr, ndtr, ndtri
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import (
+from fedsim.audit.findings import (
     Finding,
     Statistic,
     chi_square,

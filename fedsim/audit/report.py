@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.audit.checks import Finding, Part
+from fedsim.audit.findings import Finding, Part
 from fedsim.audit.two_world import noticeable
 from fedsim.audit.verdict import Verdict
 from fedsim.reports.charts import Bars, Chart, Line, Lines

@@ -20,7 +20,7 @@ from scipy.special import chdtrc
 from scipy.stats import binom, hypergeom
 
 from fedsim.array_types import Floats, Ints
-from fedsim.audit.checks import (
+from fedsim.audit.findings import (
     Finding,
     Statistic,
     chi_square,

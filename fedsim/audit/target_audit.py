@@ -35,8 +35,8 @@ from fedsim.audit.attacks import (
     follows_rows,
 )
 from fedsim.audit.causes import RowCauses
-from fedsim.audit.checks import Finding, Part, invariant
 from fedsim.audit.federation import SHAPES, SyntheticFederation, TargetRelease
+from fedsim.audit.findings import Finding, Part, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.target_claim import ReleaseClaim

@@ -14,7 +14,6 @@ from operator import itemgetter
 import numpy as np
 
 from fedsim.array_types import Floats, Ints
-from fedsim.audit.checks import Finding, statistical
 from fedsim.audit.claim import (
     Box,
     Claim,
@@ -22,6 +21,7 @@ from fedsim.audit.claim import (
     epsilon_bound,
     missed_statistic,
 )
+from fedsim.audit.findings import Finding, statistical
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
 from fedsim.privacy.losses import gaussian_mu

@@ -19,8 +19,8 @@ from fedsim.array_types import Floats
 from fedsim.audit.adapters.flower import strategy_target
 from fedsim.audit.catalogue import DECLARED_LAW
 from fedsim.audit.catalogue import NOISE as ALL_NOISE
-from fedsim.audit.checks import Finding, Gathered, checks_of, invariant
 from fedsim.audit.federation import SyntheticFederation, TargetRelease
+from fedsim.audit.findings import Finding, Gathered, checks_of, invariant
 from fedsim.audit.noise_checks import NoiseSample, against_sizes
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.base import Gradient, Step

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.audit.checks import Finding
 from fedsim.audit.claim import Claim
+from fedsim.audit.findings import Finding
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
 

@@ -27,7 +27,7 @@ from contextlib import suppress
 from types import FrameType
 
 from fedsim.errors import FedsimError, RunFailedError, keep_users_frames, readable, users_place
-from fedsim.extras import of_import
+from fedsim.optional_packages import of_import
 from fedsim.process import TerminatedError
 
 Handler = Callable[[int, FrameType | None], object]

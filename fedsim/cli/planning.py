@@ -23,7 +23,7 @@ from fedsim.errors import FedsimError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedsim.runs.statistics import StatisticsResult
+    from fedsim.runs.private_statistics import StatisticsResult
     from fedsim.training import Trainer
     from fedsim.training.paths.choice import PathName
 
@@ -284,14 +284,14 @@ def stats(
     settings = RunConfig.load(config, set_ or [])
     from fedsim.privacy.durable import replace as write
     from fedsim.reports.plots import save
-    from fedsim.reports.statistics import draw
-    from fedsim.runs.runner import run
-    from fedsim.runs.statistics import (
+    from fedsim.reports.statistics_picture import draw
+    from fedsim.runs.private_statistics import (
         StatisticsPlan,
         StatisticsRequest,
         private_dataset,
         refuse_spent_budget,
     )
+    from fedsim.runs.runner import run
 
     request = StatisticsRequest(
         target_epsilon=epsilon,

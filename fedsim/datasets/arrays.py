@@ -20,7 +20,7 @@ import numpy as np
 
 from fedsim import regular_files
 from fedsim.array_types import Array
-from fedsim.datasets.checks import require_targets, shortened
+from fedsim.datasets.array_checks import require_targets, shortened
 from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
 from fedsim.process import refuse_larger_than_memory

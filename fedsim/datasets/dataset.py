@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.array_types import Array
-from fedsim.datasets.checks import (
+from fedsim.datasets.array_checks import (
     AxisOrder,
     Size,
     checked_split,

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedsim import extras, registry, regular_files
+from fedsim import optional_packages, registry, regular_files
+from fedsim.datasets.array_checks import AxisOrder, is_texts
 from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, cause, read_folder, read_npz
-from fedsim.datasets.checks import AxisOrder, is_texts
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.tables import is_table, read_table
 from fedsim.errors import FedsimError
@@ -158,7 +158,7 @@ def read_saved(path: Path, columns: str) -> Arrays:
         If the package is not installed, the folder is damaged, a split or a column is missing, or
         a column is no array of numbers or strings.
     """
-    extras.require(f"{path}, which the package datasets has saved,", "datasets")
+    optional_packages.require(f"{path}, which the package datasets has saved,", "datasets")
     import datasets
 
     try:

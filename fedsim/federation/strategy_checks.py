@@ -17,7 +17,7 @@ from fedsim.mechanisms import Mechanism
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows.layout import PREFIX, Layout
-from fedsim.training.checks import CARRIED
+from fedsim.training.trainer_checks import CARRIED
 
 COHORT_DEVIATIONS = 10.0
 """Margin for Poisson cohorts: none exceeds its expected size by so many standard deviations."""

@@ -1,4 +1,4 @@
-"""The torch module of a `fedsim.models.statistics.Statistics` model."""
+"""The torch module of a `fedsim.models.statistics_model.Statistics` model."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedsim import extras
+from fedsim import optional_packages
 from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.partitions.base import Examples, Partition
@@ -100,7 +100,7 @@ class FromFlower(Partition):
 
 
 def _flower_base() -> Any:
-    extras.require("this partition", "flwr_datasets")
+    optional_packages.require("this partition", "flwr_datasets")
     from flwr_datasets.partitioner import Partitioner
 
     return Partitioner

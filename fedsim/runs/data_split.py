@@ -15,7 +15,7 @@ from fedsim import datasets, partitions
 from fedsim.array_types import Ints
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
-from fedsim.datasets.checks import UNUSABLE, not_finite
+from fedsim.datasets.array_checks import UNUSABLE, not_finite
 from fedsim.datasets.tables import FOUND
 from fedsim.errors import FedsimError
 from fedsim.partitions import Partition

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from fedsim import extras
+from fedsim import optional_packages
 from fedsim.config import RunConfig
 from fedsim.config.release_keys import keys_outside_release, path_keys
 from fedsim.config.run_config import nested
@@ -53,7 +53,7 @@ def export(saved: SavedRun, to: str) -> bytes:
 
 
 def _onnx(saved: SavedRun) -> bytes:
-    extras.require("--to onnx", "onnx", "onnxscript")
+    optional_packages.require("--to onnx", "onnx", "onnxscript")
     model, example = saved.model, _example(saved)
     with _converting(saved, "onnx"):
         program: Any = torch.onnx.export(

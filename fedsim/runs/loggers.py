@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedsim import extras
+from fedsim import optional_packages
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree
 from fedsim.runs.callbacks import Callback, RunStatus
@@ -149,5 +149,5 @@ def loggers(to: str) -> dict[str, Callback]:
         if name not in LOGGERS:
             hint = closest("logger", name, LOGGERS)
             raise FedsimError(f"log.to = '{to}';{hint} must be of {', '.join(LOGGERS)}.")
-        extras.require(f"log.to = '{to}'", name)
+        optional_packages.require(f"log.to = '{to}'", name)
     return {name: LOGGERS[name]() for name in names}

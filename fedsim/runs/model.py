@@ -15,7 +15,7 @@ from fedsim import models
 from fedsim.adapters import Adapter, adapted
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
-from fedsim.datasets.checks import torch_dtype
+from fedsim.datasets.array_checks import torch_dtype
 from fedsim.errors import FedsimError, printable, users_place
 from fedsim.federation.arrays import array_record
 from fedsim.runs.object_overrides import ObjectOverrides

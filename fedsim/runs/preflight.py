@@ -10,12 +10,12 @@ import torch
 from flwr.app import ConfigRecord
 from torch import nn
 
-from fedsim import extras, regular_files
+from fedsim import optional_packages, regular_files
 from fedsim.clients.base import Dense, Step
 from fedsim.clients.proximal import Proximal, server_numbers
 from fedsim.config import RunConfig
 from fedsim.config.sections import TaskSection
-from fedsim.datasets.checks import UNUSABLE
+from fedsim.datasets.array_checks import UNUSABLE
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.mechanisms import Releaser
@@ -31,12 +31,12 @@ from fedsim.runs.round_rows import columns_of
 from fedsim.tasks import ExactSum, MeanOf, TopK
 from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy, is_fedsims_own
 from fedsim.training import Trainer
-from fedsim.training.checks import loss_on
 from fedsim.training.evaluation import WIDTH, evaluate_clients
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.structure.tables import has_hooks
+from fedsim.training.trainer_checks import loss_on
 
 TOO_NOISY = 0.05
 """Warn if the noise on a mean has a larger standard deviation than this share of its range."""
@@ -56,7 +56,7 @@ def check(resolved: Resolved) -> None:
         code are passed on unchanged.
     """
     if resolved.config.engine.name in ("ray", "simulation"):
-        extras.require(f"engine.name = {resolved.config.engine.name!r}", "ray")
+        optional_packages.require(f"engine.name = {resolved.config.engine.name!r}", "ray")
     if resolved.config.engine.name != "deployment":  # there each node has its own directory
         _check_state_dir(resolved.config.client.state_dir)
     if resolved.config.privacy.ledger and not resolved.config.engine.federation:

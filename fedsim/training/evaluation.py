@@ -21,7 +21,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import Loss, MeanOf, Metric
 from fedsim.tasks.losses import is_fedsims_own
-from fedsim.training import checks
+from fedsim.training import trainer_checks
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
 from fedsim.training.own_state import OwnState
@@ -105,7 +105,7 @@ class Evaluation:
     @cached_property
     def _metrics(self) -> Mapping[str, Metric]:
         """Loss and metrics, which carry nothing over from one client's examples to another's."""
-        loss = checks.loss_on(self.trained.loss, torch.device("cpu"))
+        loss = trainer_checks.loss_on(self.trained.loss, torch.device("cpu"))
         metrics = {"loss": MeanOf(loss), **self.metrics}
         return {name: _restored_metric(metric) for name, metric in metrics.items()}
 

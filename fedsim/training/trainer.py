@@ -23,7 +23,7 @@ from fedsim.rows.block import KEEP_SINCE, RUN, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
-from fedsim.training import checks
+from fedsim.training import trainer_checks
 from fedsim.training.batches import Workload
 from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
@@ -122,14 +122,14 @@ class Trainer:
         state_dir: FilePath | None = None,
         personal: Collection[str] = (),
     ) -> None:
-        self.device = checks.device_of(device)
+        self.device = trainer_checks.device_of(device)
         self.model = model.to(self.device)
         private = privacy is not None
-        checks.check_model(self.model, private=private)
+        trainer_checks.check_model(self.model, private=private)
         self.algorithm = algorithm
         self.data = data.to(self.device)
         self.test = test
-        checks.check_settings(algorithm, data, test, counts, max_grad_norm, private=private)
+        trainer_checks.check_settings(algorithm, data, test, counts, max_grad_norm, private=private)
         self.workload = Workload.of(LocalWork(batch_size, epochs, steps), self.data, counts)
         self.loss: Loss = CrossEntropy() if loss is None else loss
         metrics = {"accuracy": Accuracy()} if metrics is None else metrics
@@ -142,7 +142,7 @@ class Trainer:
         self.privacy = privacy
         self.max_grad_norm = max_grad_norm
         self.personal = Personal.of(self.model, personal)
-        checks.check_algorithm(algorithm, personal=bool(self.personal))
+        trainer_checks.check_algorithm(algorithm, personal=bool(self.personal))
         self.client_state = PersistentState(
             state, algorithm, self.personal, data.population, state_dir
         )
@@ -161,8 +161,10 @@ class Trainer:
 
     def _local_rounds(self, path: choice.PathName) -> LocalRounds:
         model, data, algorithm, packing = self.model, self.data, self.algorithm, self.packing
-        private, loss = self.privacy is not None, checks.loss_on(self.loss, self.device)
-        statistics = checks.check_statistics(model, algorithm, self.personal.names, private=private)
+        private, loss = self.privacy is not None, trainer_checks.loss_on(self.loss, self.device)
+        statistics = trainer_checks.check_statistics(
+            model, algorithm, self.personal.names, private=private
+        )
         trained = choice.TrainedModel.of(
             model, packing, loss, data, self.kernel, statistics=bool(statistics), private=private
         )
@@ -287,7 +289,7 @@ class Trainer:
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Train these clients from ``vector [d]``, block by block."""
         sizes = (self.received_layout.d,)
-        checks.check_call(vector, sizes, client_ids, round, self.population)
+        trainer_checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)
         received = self.payload.received(vector[None])
         sources = [self.randomness] * len(client_ids)
@@ -333,7 +335,7 @@ class Trainer:
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and metrics of ``vector [d]`` on these clients' examples for evaluation."""
         sizes = (self.layout.d, self.received_layout.d)
-        checks.check_call(vector, sizes, client_ids, round, self.population)
+        trainer_checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)[: self.layout.d]
         # A repeated evaluation of a round draws the same numbers.
         yield from self.evaluation.blocks(vector, client_ids, round, self.randomness.repeated())

@@ -16,8 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fedsim.audit import Claim, Finding, Verdict, user_checks
-from fedsim.audit.checks import findings
 from fedsim.audit.config_audit import attacked_plan, audit_config
+from fedsim.audit.findings import findings
 from fedsim.audit.report import tabulate
 from fedsim.cli.audit import audit
 from fedsim.config import RunConfig

@@ -10,7 +10,7 @@ from whitebox.config_evidence import ConfigEvidence
 from whitebox.evidence import ClientEvidence
 
 from fedsim import RunConfig
-from fedsim.audit.checks import Finding, findings
+from fedsim.audit.findings import Finding, findings
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs.resolve import resolve

@@ -11,7 +11,7 @@ import pytest
 from whitebox import local_training
 from whitebox.local_training import ExampleEvidence, TrainerTarget
 
-from fedsim.audit.checks import findings
+from fedsim.audit.findings import findings
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLayer
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.privacy.laws.poisson import draw_poisson

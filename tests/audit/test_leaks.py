@@ -28,7 +28,7 @@ from whitebox.strategy_audit import audit
 from whitebox.target import StrategyTarget, parameters
 
 from fedsim.audit import Finding
-from fedsim.audit.checks import findings
+from fedsim.audit.findings import findings
 from fedsim.audit.verdict import silenced_logs
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.config import RunConfig

@@ -14,7 +14,7 @@ from whitebox.config_evidence import ConfigEvidence, evaluating, own_addresses
 from whitebox.metrics_release import MetricsEvidence
 
 from fedsim import RunConfig
-from fedsim.audit.checks import Gathered, findings
+from fedsim.audit.findings import Gathered, findings
 from fedsim.errors import FedsimError
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_settings import PrivateMetrics

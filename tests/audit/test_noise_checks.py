@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from whitebox.catalogue import NOISE
 
-from fedsim.audit.checks import Finding, findings
+from fedsim.audit.findings import Finding, findings
 from fedsim.audit.noise_checks import NoiseSample
 
 Floats = npt.NDArray[np.float64]

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from whitebox.catalogue import DRAWS
 
-from fedsim.audit.checks import Finding, findings
+from fedsim.audit.findings import Finding, findings
 from fedsim.audit.sampling_checks import Sampled, declared_law
 from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.privacy import Event

@@ -18,7 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
-from fedsim.training.checks import check_algorithm
+from fedsim.training.trainer_checks import check_algorithm
 
 
 @dataclass(frozen=True)

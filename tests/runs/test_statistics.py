@@ -18,11 +18,11 @@ from fedsim.cli.app import app
 from fedsim.datasets import dataset_of, from_table
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.bounded_values import BINS, Moments, joint_norm
-from fedsim.models.statistics import Statistics
+from fedsim.models.statistics_model import Statistics
 from fedsim.privacy import Ledger
+from fedsim.runs.private_statistics import StatisticsPlan, StatisticsRequest, StatisticsResult
 from fedsim.runs.runner import run
-from fedsim.runs.statistics import StatisticsPlan, StatisticsRequest, StatisticsResult
-from fedsim.tasks.statistics import StatisticsLoss
+from fedsim.tasks.statistics_loss import StatisticsLoss
 
 CLIENTS, EACH, FEATURES = 200, 6, 3
 RNG = np.random.default_rng(4)

@@ -22,7 +22,7 @@ from fedsim.tasks import (
     QuantileError,
     SquaredError,
 )
-from fedsim.tasks.statistics import StatisticsLoss
+from fedsim.tasks.statistics_loss import StatisticsLoss
 
 
 def loss_of(**task):

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedsim.clients import SGD
 from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
-from fedsim.training import ClientData, checks
+from fedsim.training import ClientData, trainer_checks
 from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
@@ -100,14 +100,14 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
 
 def test_a_loss_with_weights_is_where_its_outputs_are(monkeypatch):
     loss = nn.CrossEntropyLoss(torch.ones(3), reduction="none")
-    elsewhere = checks.loss_on(loss, torch.device("meta"))
+    elsewhere = trainer_checks.loss_on(loss, torch.device("meta"))
     assert (elsewhere.weight.is_meta, loss.weight.is_meta) == (True, False)
-    assert checks.loss_on(loss, torch.device("cpu")) is loss
-    assert checks.loss_on(torch.add, torch.device("meta")) is torch.add
+    assert trainer_checks.loss_on(loss, torch.device("cpu")) is loss
+    assert trainer_checks.loss_on(torch.add, torch.device("meta")) is torch.add
     # It trains on the trainer's device and evaluates on the host, where metrics are.
     trained, evaluated = nn.CrossEntropyLoss(reduction="none"), CrossEntropy()
     moved = {(loss, "cpu"): trained, (trained, "cpu"): evaluated}
-    monkeypatch.setattr(checks, "loss_on", lambda loss, device: moved[loss, device.type])
+    monkeypatch.setattr(trainer_checks, "loss_on", lambda loss, device: moved[loss, device.type])
     trainer = make_trainer(make_mlp(), SGD(), make_data([3]), "plain", loss=loss)
     assert (trainer.loss, trainer.trained.loss) == (loss, trained)
     assert trainer.evaluation._metrics["loss"].function is evaluated

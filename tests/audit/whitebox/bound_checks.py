@@ -15,7 +15,7 @@ from scipy.special import chdtr
 from whitebox.target import Observation, Target
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import Finding, Statistic, statistical
+from fedsim.audit.findings import Finding, Statistic, statistical
 from fedsim.audit.user_checks import Scale
 from fedsim.mechanisms import State
 from fedsim.privacy import Event

@@ -15,7 +15,7 @@ from whitebox import plan_checks as plan
 
 from fedsim.audit import catalogue as own
 from fedsim.audit import noise_checks as noise
-from fedsim.audit.checks import Check, Finding, Gathered, Part, checks_of, invariant, untested
+from fedsim.audit.findings import Check, Finding, Gathered, Part, checks_of, invariant, untested
 
 Test = Callable[..., Finding]
 TOO_LONG = "rows longer than C pass"

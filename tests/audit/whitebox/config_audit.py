@@ -16,9 +16,9 @@ from whitebox.metrics_release import MetricsEvidence
 from whitebox.strategy_audit import audit
 from whitebox.target import StrategyTarget
 
-from fedsim.audit.checks import Finding, findings
 from fedsim.audit.claim import Claim
 from fedsim.audit.config_audit import refuse_without_claim
+from fedsim.audit.findings import Finding, findings
 from fedsim.audit.verdict import Verdict, check_numbers, silenced_logs
 from fedsim.config import RunConfig
 from fedsim.runs import factories

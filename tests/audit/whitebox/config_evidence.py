@@ -22,7 +22,7 @@ from whitebox.local_training import ExampleEvidence, TrainerTarget
 from whitebox.target import StrategyFactory, StrategyTarget, parameters
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import Gathered
+from fedsim.audit.findings import Gathered
 from fedsim.audit.user_checks import ROWS
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig

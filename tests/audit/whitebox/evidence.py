@@ -21,8 +21,8 @@ from whitebox.plan_checks import NoiseOnly, equal_sum_runs
 from whitebox.target import Observation, StrategyTarget, Target, parameters
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import Finding, Gathered, invariant
 from fedsim.audit.claim import Claim
+from fedsim.audit.findings import Finding, Gathered, invariant
 from fedsim.audit.noise_checks import NoiseSample, presence
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.cohorts import Cohort, InclusionSampler

@@ -12,7 +12,14 @@ import numpy as np
 from scipy.special import chdtrc, pdtrc
 
 from fedsim.array_types import Floats, Ints
-from fedsim.audit.checks import Finding, Statistic, counted, counts_in_bins, invariant, statistical
+from fedsim.audit.findings import (
+    Finding,
+    Statistic,
+    counted,
+    counts_in_bins,
+    invariant,
+    statistical,
+)
 from fedsim.audit.noise_checks import NoiseSample, correlations_of_rows
 
 FIELD = 8

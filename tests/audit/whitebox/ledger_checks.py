@@ -15,8 +15,8 @@ from scipy.special import bdtrc
 from whitebox.target import Observation
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import Finding, counted, invariant, statistical
 from fedsim.audit.claim import Claim, missed_statistic
+from fedsim.audit.findings import Finding, counted, invariant, statistical
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event
 from fedsim.privacy.losses import DiscretePair

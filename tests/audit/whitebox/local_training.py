@@ -26,8 +26,8 @@ from whitebox.plan_checks import ExampleRun
 from whitebox.target import Observation, Target, parameters
 
 from fedsim.array_types import Floats, Ints
-from fedsim.audit.checks import Finding, Gathered
 from fedsim.audit.claim import Claim
+from fedsim.audit.findings import Finding, Gathered
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import distinguish
 from fedsim.audit.user_checks import GradientRecorder

@@ -12,7 +12,7 @@ from whitebox.clients import EXAMPLES, silent_clients
 from whitebox.target import StrategyFactory
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import Finding, Gathered, checks_of, invariant
+from fedsim.audit.findings import Finding, Gathered, checks_of, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.engines import LocalGrid

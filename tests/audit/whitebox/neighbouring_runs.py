@@ -22,7 +22,7 @@ from whitebox.clients import ALONE, OPPOSED, Canaries, World, clipped_scale, lon
 from whitebox.plan_checks import SEEDS, difference
 from whitebox.target import Observation, StrategyTarget, Target
 
-from fedsim.audit.checks import Finding, invariant
+from fedsim.audit.findings import Finding, invariant
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.rows import Layout

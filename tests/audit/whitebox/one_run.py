@@ -24,8 +24,8 @@ from whitebox.target import Target
 
 from fedsim.array_types import Floats
 from fedsim.audit.attacks import absence
-from fedsim.audit.checks import Statistic, statistical
 from fedsim.audit.claim import MIN_P, Claim
+from fedsim.audit.findings import Statistic, statistical
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
 from fedsim.privacy.losses import bisected

@@ -19,7 +19,7 @@ from whitebox.clients import ALONE, OPPOSED, equal_sums, longest_row
 from whitebox.target import Observation, StrategyTarget, Target, parameters
 
 from fedsim.array_types import Floats, Ints
-from fedsim.audit.checks import Finding, invariant, untested
+from fedsim.audit.findings import Finding, invariant, untested
 from fedsim.audit.noise_checks import pairs, repeats
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.privacy import Entry

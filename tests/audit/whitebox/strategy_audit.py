@@ -17,8 +17,8 @@ from whitebox.one_run import guess_coins
 from whitebox.target import Parameters, StrategyFactory, StrategyTarget, Target, parameters
 
 from fedsim.array_types import Floats
-from fedsim.audit.checks import Finding, findings
 from fedsim.audit.claim import Claim
+from fedsim.audit.findings import Finding, findings
 from fedsim.audit.two_world import Attack, distinguish
 from fedsim.audit.verdict import Verdict, check_numbers, risk_of_attack, silenced_logs
 from fedsim.errors import FedsimError

@@ -11,7 +11,7 @@ from fedsim.reports.pictures import picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fedsim.runs.statistics import Estimate, StatisticsResult
+    from fedsim.runs.private_statistics import Estimate, StatisticsResult
 
 MAX_HISTOGRAMS = 12
 """Most histograms in a picture; statistics.json has all of them."""

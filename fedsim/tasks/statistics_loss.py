@@ -1,4 +1,4 @@
-"""The loss whose gradient is minus an example's row of sums, for `fedsim.models.statistics`."""
+"""The loss of `fedsim.models.statistics_model`: its gradient is minus an example's row of sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Private statistics of clients' data before any training, from one noisy sum.
 
 They are computed by a run of one round, on the config's engine, whose model's parameters are the
-sums (`fedsim.models.statistics`). So bounds, noise, ledger and budget work as in any other run.
+sums (`fedsim.models.statistics_model`). So bounds, noise, ledger and budget work as in any other
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms.bounded_values import BINS, QUANTILES, Moments
-from fedsim.models.statistics import Statistics
+from fedsim.models.statistics_model import Statistics
 from fedsim.privacy import Budget, Entry, Ledger
 from fedsim.rows import Layout
 from fedsim.runs.data_split import resolve_data
