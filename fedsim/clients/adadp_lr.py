@@ -32,7 +32,8 @@ class AdadpLR(LocalAlgorithm):
         eta   <- eta min(max((tol / err)^exponent, alpha_min), alpha_max), in [eta_min, eta_max]
 
     The paper keeps the full step everywhere; the authors' code keeps hat, the result of the two
-    half steps (``keep="half"``).
+    half steps (``keep="half"``). err is the paper's (6), as in the authors' code;
+    ``error="plain"`` is its (3), as Algorithm 1 prints it: ``|| full - hat ||``.
 
     An iteration whose err is not finite is rejected, and counts as err = infinity. Iterations
     continue across epochs; an unfinished iteration at the end of a round is dropped.
@@ -53,6 +54,9 @@ class AdadpLR(LocalAlgorithm):
     keep: Literal["full", "half"] = "full"
     """Which result an iteration keeps: that of the full step, as in the paper, or of the two half
     steps, as in the authors' code, which uses both gradients."""
+    error: Literal["relative", "plain"] = "relative"
+    """How an iteration's error is measured: relative, the difference in each coordinate divided by
+    max(1, |full step|), or plain, the norm of the difference, as in the paper's Algorithm 1."""
     discard: bool | None = None
     """Whether an iteration with err > tol is discarded, which wastes noised gradients; unset for
     true without noise, else false."""
@@ -145,7 +149,10 @@ class AdadpLR(LocalAlgorithm):
 
     def _full_step(self, state: State, gradient: Gradient) -> None:
         theta, eta, first = state["theta"], state["eta"], state.pop("first")
-        err, peak, new_peak = _error(theta, eta, first, gradient, state["peak"])
+        if self.error == "plain":
+            err, peak, new_peak = _plain_error(eta, first, gradient), state["peak"], state["peak"]
+        else:
+            err, peak, new_peak = _error(theta, eta, first, gradient, state["peak"])
         accept = err < torch.inf  # False for NaN too
         if self.discard is not False:
             accept = accept & (err <= state["tol"])
@@ -195,6 +202,12 @@ def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     return old, new
 
 
+def _plain_error(eta: Tensor, first: Gradient, second: Gradient) -> Tensor:
+    """``|| full - hat || [n]``, which is ``eta/2 || G2 - G1 ||``."""
+    distance: Tensor = second.distance(first)
+    return distance * (eta / 2)
+
+
 def _error(
     theta: Tensor, eta: Tensor, first: Gradient, second: Gradient, peak: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,7 +220,7 @@ def _error(
     """
     if theta.is_cuda:
         return _dense_error(theta, eta, first, second), peak, peak
-    err: Tensor = eta / 2 * second.distance(first)
+    err = _plain_error(eta, first, second)
     reach = eta * first.peak()
     are_small = peak + reach <= 1
     if not bool(are_small.all()):

@@ -55,6 +55,33 @@ def test_the_error_divides_by_the_full_step_where_it_is_large():
     assert state["eta"].item() == pytest.approx(0.4 * 0.12 / 0.12109691, rel=1e-6)
 
 
+def test_the_plain_error_is_the_norm_of_the_difference():
+    # (0.08, 0.2) undivided, where the full step is large: 0.21540659.
+    state = iterate(AdadpLR(lr=0.4, tol=0.21, error="plain"), (1.0, -3.0), G)
+    assert state["eta"].item() == pytest.approx(0.4 * 0.21 / 0.21540659, rel=1e-6)
+
+
+@pytest.mark.parametrize("keep", ["full", "half"])
+@pytest.mark.parametrize("error", ["relative", "plain"])
+def test_twenty_iterations_are_those_of_a_plain_loop(error, keep):
+    generator = torch.Generator().manual_seed(3)
+    gradients = 3 * torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    theta = 2 * torch.randn(5, generator=generator, dtype=torch.float64)
+    algorithm = AdadpLR(lr=0.05, tol=0.3, error=error, keep=keep)
+    state = iterate(algorithm, theta.tolist(), gradients.tolist())
+    eta, accepted = 0.05, 0
+    for first, second in gradients.view(20, 2, 5):
+        full, hat = theta - eta * first, theta - eta / 2 * first - eta / 2 * second
+        scale = full.abs().clamp(min=1) if error == "relative" else 1
+        err = float(torch.linalg.vector_norm((full - hat) / scale))
+        if err <= 0.3:
+            theta, accepted = full if keep == "full" else hat, accepted + 1
+        eta *= min(max(0.3 / err, 0.9), 1.1)
+    torch.testing.assert_close(state["theta"][0], theta, rtol=0, atol=1e-12)
+    assert state["eta"].item() == pytest.approx(eta, rel=1e-12)
+    assert 0 < state["accepted"].item() == accepted < 20
+
+
 def test_an_error_equal_to_the_tolerance_is_accepted():
     # full - hat = eta/2 (G2 - G1) = 0.25, exactly.
     state = iterate(AdadpLR(lr=0.5, tol=0.25), (0.0,), [(1.0,), (2.0,)])
@@ -128,10 +155,11 @@ def test_decisions_are_each_clients_own():
     assert 0 < local.metrics["accepted"].sum() < 16
 
 
+@pytest.mark.parametrize("error", ["relative", "plain"])
 @pytest.mark.parametrize("keep", ["full", "half"])
-def test_the_error_from_factors_is_that_of_dense_gradients(keep):
+def test_the_error_from_factors_is_that_of_dense_gradients(keep, error):
     for lr, tol in ((0.3, 0.2), (3.0, 2.0)):  # with the larger rate coordinates exceed 1
-        algorithm = AdadpLR(lr=lr, tol=tol, keep=keep, eta_max=5.0)
+        algorithm = AdadpLR(lr=lr, tol=tol, keep=keep, error=error, eta_max=5.0)
         layered, plain = run(algorithm, path="layered"), run(algorithm, path="plain")
         np.testing.assert_allclose(layered.metrics["eta"], plain.metrics["eta"], rtol=1e-10)
         torch.testing.assert_close(layered.theta, plain.theta, rtol=0, atol=1e-10)
