@@ -130,7 +130,10 @@ def _show(console: Output, judged: Judged, faults: list[str]) -> None:
     if judged.report is None:
         console.print(NOT_MEASURED)
     for claim in judged.report.claims if judged.report else ():
-        line = f"{claim.verdict:15} {claim.panel}: {claim.says}: {claim.measured}"
+        claimed = judged.claimed(claim)
+        whose = "" if claimed.source else "ours, "
+        verdict = claimed.word(claim.reproduced)
+        line = f"{verdict:15} {whose}{claim.panel}: {claim.says}: {claim.measured}"
         console.print(line, highlight=False, soft_wrap=True)
     for member in judged.missing:
         console.print(f"{'not run':15} {member.name}", highlight=False, soft_wrap=True)

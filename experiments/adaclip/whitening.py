@@ -15,8 +15,8 @@ from torch import Tensor
 from experiments.adaclip.mnist import LABELS, Mnist, load_images, make_mechanism
 from experiments.adaclip.tuned import TunedRates
 from experiments.framework.base import (
+    Claim,
     ExperimentMember,
-    PaperClaim,
     Report,
     Result,
     Table,
@@ -127,18 +127,18 @@ class Whitening(Mnist):
             ],
             figures=figures,
             claims=[
-                PaperClaim(
+                Claim(
                     "formula", PANEL, "by formula AdaCliP's b adds less noise than the whitening b",
                     spectrum["optimal"] < spectrum["whitening"],
                     f"a standard deviation of {formula:.3f} of it",
                 ),
-                PaperClaim(
+                Claim(
                     "less-noise", PANEL,
                     "in training AdaCliP's b adds less noise than the whitening b at every eps run "
                     "here, as shares of it saved",
                     all_ahead(saved), listed(saved, self.columns),
                 ),
-                PaperClaim(
+                Claim(
                     "ahead", PANEL,
                     "AdaCliP's b ends ahead of the whitening b at every eps run here",
                     all_ahead(gains), listed(gains, self.columns),

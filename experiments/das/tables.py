@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from experiments.das.features import FILE, Extractor, write_features
 from experiments.framework.base import (
     BestOfGrid,
-    PaperClaim,
+    Claim,
     Report,
     Result,
     Table,
@@ -133,7 +133,7 @@ class Das(ConfigRuns):
 
     def _claims(
         self, scores: Mapping[str, Score], choices: Mapping[tuple[float, str], BestOfGrid]
-    ) -> list[PaperClaim]:
+    ) -> list[Claim]:
         def gain(epsilon: float, clipping: float, normalization: float) -> Difference:
             return paired(
                 scores[_name(epsilon, "normalization", normalization)].finals,
@@ -146,26 +146,22 @@ class Das(ConfigRuns):
             small, large = gain(epsilon, low, low), gain(epsilon, high, high)
             tuned = gain(epsilon, *(choices[epsilon, method].value for method in METHODS))
             claims += [
-                PaperClaim(
-                    f"large-c-eps{epsilon:g}",
+                Claim.under(
+                    f"ahead-eps{epsilon:g}",
                     "Main table",
-                    f"eps = {epsilon:g}: at the largest C, {high:g}, normalisation is ahead",
-                    large.positive,
-                    large.text,
+                    f"eps = {epsilon:g}: normalisation is ahead",
+                    "C",
+                    {
+                        "C tuned for each": (tuned.positive, tuned.text),
+                        f"the largest C for both, {high:g}": (large.positive, large.text),
+                    },
                 ),
-                PaperClaim(
+                Claim(
                     f"small-c-eps{epsilon:g}",
                     "Main table",
                     f"eps = {epsilon:g}: at the smallest C, {low:g}, they agree to {SAME} points",
                     within([small], -SAME, SAME),
                     small.text,
-                ),
-                PaperClaim(
-                    f"tuned-eps{epsilon:g}",
-                    "Main table",
-                    f"eps = {epsilon:g}: with C tuned for each, normalisation is ahead",
-                    tuned.positive,
-                    tuned.text,
                 ),
             ]
         return claims

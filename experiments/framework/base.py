@@ -3,8 +3,8 @@
 A member is one training run or one computation, a function of its settings alone. Its result
 is a small mapping of JSON values that is kept on disk, so that an interrupted experiment can be
 continued. The report turns the results of all members into the paper's table or picture, into
-figures to compare with those in the paper, and into claims of the paper, each of which is
-reproduced here, not reproduced, or not decided.
+figures to compare with those in the paper, and into claims, the paper's and our own, each of which
+is reproduced (or confirmed) here, or not, or not decided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from matplotlib.figure import Figure
 
@@ -36,12 +36,8 @@ FLAT = 0.5
 
 NOT_EMPTY = Constraint(bool, "a list that is not empty")
 
-Verdict = Literal["reproduced", "not reproduced", "not decided"]
-_VERDICTS: dict[bool | None, Verdict] = {
-    True: "reproduced",
-    False: "not reproduced",
-    None: "not decided",
-}
+Outcome = tuple[bool | None, str]
+"""Whether a claim is reproduced (None: not decided), and what was measured."""
 
 T = TypeVar("T")
 
@@ -157,8 +153,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class PaperClaim:
-    """A claim of a paper, stated so that runs can decide it.
+class Claim:
+    """A claim, stated so that runs can decide it; `judgement.toml` says whose it is.
 
     Attributes
     ----------
@@ -169,10 +165,13 @@ class PaperClaim:
     says : str
         The claim, as a sentence.
     reproduced : bool or None
-        None if it is not decided, because of the spread over seeds or because it depends on a
-        setting that the paper does not give.
+        None if it is not decided: by the spread over seeds, or because the readings differ.
     measured : str
         What was measured here.
+    open : str
+        What the paper does not give, such as "the unit of eta_0"; empty if there are no readings.
+    readings : mapping of str to Outcome
+        What came out with each reading of it. See `under`.
     """
 
     name: str
@@ -180,11 +179,35 @@ class PaperClaim:
     says: str
     reproduced: bool | None
     measured: str
+    open: str = ""
+    readings: Mapping[str, Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def under(
+        cls, name: str, panel: str, says: str, open: str, readings: Mapping[str, Outcome]
+    ) -> Claim:
+        """A claim about something that the paper leaves ``open``, judged with each reading of it.
+
+        Its verdict is that of all readings if they agree; otherwise it is not decided.
+        """
+        verdicts = {reproduced for reproduced, _ in readings.values()}
+        texts: dict[str, list[str]] = {}
+        for reading, (_, measured) in readings.items():
+            texts.setdefault(measured, []).append(reading)
+        return cls(
+            name,
+            panel,
+            says,
+            verdicts.pop() if len(verdicts) == 1 else None,
+            "; ".join(f"{', '.join(of)}: {measured}" for measured, of in texts.items()),
+            open,
+            readings,
+        )
 
     @property
-    def verdict(self) -> Verdict:
-        """The verdict in words."""
-        return _VERDICTS[self.reproduced]
+    def turns(self) -> bool:
+        """Whether the verdict depends on the reading of what the paper leaves open."""
+        return len({reproduced for reproduced, _ in self.readings.values()}) > 1
 
 
 @dataclass(frozen=True)
@@ -231,7 +254,7 @@ class Report:
     tables : sequence of Table
     figures : mapping of name to float
         Numbers to compare with the paper's.
-    claims : sequence of PaperClaim
+    claims : sequence of Claim
     pictures : mapping of name to Figure
     choices : sequence of BestOfGrid
         Every choice from a grid on which a claim is based.
@@ -239,7 +262,7 @@ class Report:
 
     tables: Sequence[Table]
     figures: Mapping[str, float]
-    claims: Sequence[PaperClaim]
+    claims: Sequence[Claim]
     pictures: Mapping[str, Figure] = field(default_factory=dict)
     choices: Sequence[BestOfGrid] = ()
 

@@ -8,18 +8,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import experiments
 from experiments.framework.base import (
     FLAT,
     NOT_EMPTY,
+    Claim,
     Experiment,
     ExperimentMember,
-    PaperClaim,
     Report,
     Row,
-    Verdict,
     read_table,
 )
 from experiments.framework.run import Stored, directories, gathered, load, read_toml
@@ -35,6 +34,13 @@ PAPERS: dict[str, str] = _TEXTS["papers"]
 """What each group of experiments is about, in the overview's order."""
 CAUSES: dict[str, str] = {"": "", **_TEXTS["causes"]}
 """What a claim that is not reproduced is put down to."""
+
+WORDS = {
+    True: ("reproduced", "confirmed"),
+    False: ("not reproduced", "not confirmed"),
+    None: ("not decided", "not decided"),
+}
+"""Verdicts on a claim of the paper, and on one of ours."""
 
 _PLACE = re.compile(r"\{(.+?)(?::([^:{}]+))?\}")
 
@@ -68,24 +74,32 @@ class Panel:
 
 @dataclass(frozen=True)
 class Claimed:
-    """How a claim was judged.
+    """Whose a claim is, and how it was judged.
 
     Attributes
     ----------
-    verdict : "reproduced", "not reproduced" or "not decided"
+    verdict : str
+        One of `WORDS`.
+    source : str
+        Where the paper makes the claim: its section, figure or table, and what it says there in our
+        words. Without it the claim is ours.
     cause : str
-        Why a claim is not reproduced or not decided. Conjectures, which no run here shows:
-        "setting" (the setting here), "scale" (the smaller scale here), "printed" (the algorithm as
-        printed). Facts: "unit" (it depends on the unit of a rate, which the paper does not give),
-        "seeds" (the spread over seeds), "paper" (a calculation shows that the cause is in the
-        paper), "unrun" (runs are missing).
+        Why a claim is not reproduced or not decided, unless its readings differ, which is a cause.
+        Conjectures, which no run here shows: "setting" (the setting here), "scale" (the smaller
+        scale here), "printed" (the algorithm as printed). Facts: "seeds" (the spread over seeds),
+        "paper" (a calculation shows that the cause is in the paper), "unrun" (runs are missing).
     why : str
         An explanation in words.
     """
 
-    verdict: Verdict
+    verdict: Annotated[str, _word([word for both in WORDS.values() for word in both])]
+    source: str = ""
     cause: Annotated[str, _word(CAUSES)] = ""
     why: str = ""
+
+    def word(self, reproduced: bool | None) -> str:
+        """The verdict in words: the paper's claims are reproduced, ours are confirmed."""
+        return WORDS[reproduced][not self.source]
 
 
 @dataclass(frozen=True)
@@ -212,21 +226,48 @@ class Judged:
                 wrong += self._claim_faults(claims[name], claimed)
         return wrong
 
-    def _claim_faults(self, claim: PaperClaim, claimed: Claimed) -> list[str]:
+    def _claim_faults(self, claim: Claim, claimed: Claimed) -> list[str]:
         wrong = []
-        if claim.verdict != claimed.verdict:
+        if (verdict := claimed.word(claim.reproduced)) != claimed.verdict:
             wrong.append(
                 f"claims.{claim.name} is judged '{claimed.verdict}' and came out "
-                f"'{claim.verdict}': {claim.measured}."
+                f"'{verdict}': {claim.measured}."
             )
-        if (claimed.verdict == "reproduced") == bool(claimed.cause):
+        if (claim.reproduced is True or claim.turns) == bool(claimed.cause):
             wrong.append(
                 f"claims.{claim.name}.cause is {claimed.cause!r}; it says what a claim that is not "
-                "reproduced, or not decided, is put down to, and only there."
+                "reproduced, or not decided, is put down to, and only there; where readings differ "
+                "that is the cause."
             )
         if claim.panel not in [panel.name for panel in self.judgement.panels]:
             wrong.append(f"claims.{claim.name} is about {claim.panel!r}, which is no panel.")
         return wrong
+
+    def claimed(self, claim: Claim) -> Claimed:
+        """What the judgement says of a claim; one that it does not name is ours."""
+        return self.judgement.claims.get(claim.name, Claimed("not decided"))
+
+    def cause(self, claim: Claim) -> str:
+        """What a claim that is not reproduced, or not decided, is put down to, in words."""
+        if claim.turns:
+            return f"it turns with {claim.open}, which the paper does not give"
+        return CAUSES[self.claimed(claim).cause]
+
+    def counts(self, panel: Panel | None = None) -> tuple[str, str]:
+        """How many claims have which verdict, of one panel or all: the paper's, and ours."""
+        claims = [
+            claim
+            for claim in (self.report.claims if self.report else ())
+            if panel is None or claim.panel == panel.name
+        ]
+        texts = []
+        for ours in (False, True):
+            counted = Counter(
+                claim.reproduced for claim in claims if ours is not bool(self.claimed(claim).source)
+            )
+            words = [f"{counted[v]} {both[ours]}" for v, both in WORDS.items() if counted[v]]
+            texts.append(", ".join(words))
+        return texts[0], texts[1]
 
     @property
     def unrun(self) -> str:
@@ -266,6 +307,8 @@ class Judged:
                 f"{count:,} runs, {machines}. Everything below is written from `results.json` "
                 f"({stored.fingerprint}) and `judgement.toml`. {_TEXTS['rule']}{ledgers}"
             )
+            paper, ours = self.counts()
+            blocks.append(f"Claims of the paper: {paper or 'none'}. Ours: {ours or 'none'}.")
         return "\n\n".join([*blocks, *self._sections()]) + "\n"
 
     @property
@@ -308,13 +351,7 @@ class Judged:
     def _panel(self, panel: Panel, report: Report) -> Iterator[str]:
         """Markdown of one figure or table: both settings, verdicts, tables and pictures."""
         yield self._setting(panel, "\n\n")
-        lines = []
-        for claim in (claim for claim in report.claims if claim.panel == panel.name):
-            claimed = self.judgement.claims.get(claim.name, Claimed(claim.verdict))
-            cause = f" ({CAUSES[claimed.cause]})" if claimed.cause else ""
-            why = f" {self._filled(claimed.why)}" if claimed.why else ""
-            verdict = claim.verdict.capitalize()
-            lines.append(f"- **{verdict}**{cause}: {claim.says}: *{claim.measured}*.{why}")
+        lines = [self._line(claim) for claim in report.claims if claim.panel == panel.name]
         if lines:
             yield "\n".join(lines)
         tables = {table.name: table for table in report.tables}
@@ -323,6 +360,23 @@ class Judged:
             yield markdown_table(table.columns, table.rows, table.digits)
         for name in panel.pictures:  # each links to itself, as columns may be too narrow for it
             yield f"[![{panel.name}: {name}]({name}.png)]({name}.png)"
+
+    def _line(self, claim: Claim) -> str:
+        """A claim's verdict, whose it is, and what was measured, with each reading."""
+        claimed = self.claimed(claim)
+        whose = f"The paper ({claimed.source})" if claimed.source else "Ours"
+        cause = f" ({self.cause(claim)})" if self.cause(claim) else ""
+        why = f" {self._filled(claimed.why)}" if claimed.why else ""
+        verdict = claimed.word(claim.reproduced)
+        head = f"- **{verdict.capitalize()}**{cause}. {whose}: {claim.says}"
+        if not claim.turns:
+            return f"{head}: *{claim.measured}*.{why}"
+        sides: dict[str, list[str]] = {}
+        for reading, (reproduced, measured) in claim.readings.items():
+            side = sides.setdefault(claimed.word(reproduced), [])
+            side.append(f"{reading}: *{measured}*")
+        lines = [f"    - {word.capitalize()} {'; '.join(side)}" for word, side in sides.items()]
+        return "\n".join([f"{head}.{why}", *lines])
 
     def _setting(self, panel: Panel, between: str) -> str:
         return f"*In the paper:* {panel.shows}{between}*Here:* {self._filled(panel.setting)}"
@@ -342,14 +396,14 @@ class Judged:
     def summary(self, panel: Panel) -> Row:
         """A panel's row in the overview: how many of its claims have which verdict, and why."""
         if self.report is None:
-            return [panel.name, f"`{self.name}`", "", "not measured", ""]
-        claims = [claim for claim in self.report.claims if claim.panel == panel.name]
-        counts = Counter(claim.verdict for claim in claims)
-        verdicts = [f"{counts[word]} {word}" for word in get_args(Verdict) if counts[word]]
-        others = [claim.name for claim in claims if claim.reproduced is not True]
-        judged, seeds = self.judgement.claims, str(self.experiment.settings.seeds)
-        causes = dict.fromkeys(CAUSES[judged[name].cause] for name in others if name in judged)
-        return [panel.name, f"`{self.name}`", seeds, ", ".join(verdicts), "; ".join(causes)]
+            return [panel.name, f"`{self.name}`", "", "not measured", "", ""]
+        seeds = str(self.experiment.settings.seeds)
+        causes = dict.fromkeys(
+            self.cause(claim)
+            for claim in self.report.claims
+            if claim.panel == panel.name and claim.reproduced is not True
+        )
+        return [panel.name, f"`{self.name}`", seeds, *self.counts(panel), "; ".join(causes)]
 
     def write(self, directory: Path) -> None:
         """Write README.md and the pictures into a directory, and remove other pictures."""
@@ -404,7 +458,7 @@ def overview() -> str:
     for key, title in PAPERS.items():
         of_paper = [one for one in everything if one.judgement.paper_of == key]
         rows = [one.summary(panel) for one in of_paper for panel in one.judgement.panels]
-        columns = ["panel", "experiment", "seeds", "verdict", "cause"]
+        columns = ["panel", "experiment", "seeds", "the paper's claims", "ours", "cause"]
         blocks += [f"## {title}", markdown_table(columns, rows, 2)]
         for one in of_paper:
             pictures = f"pictures/{one.experiment.directory.relative_to(root).as_posix()}/"

@@ -101,11 +101,6 @@ def all_ahead(differences: Sequence[Difference]) -> bool | None:
     return within(differences, 0.0, np.inf)
 
 
-def agreed(verdicts: Sequence[bool | None]) -> bool | None:
-    """The common verdict of all readings of a setting; None, not decided, if they differ."""
-    return verdicts[0] if len(set(verdicts)) == 1 else None
-
-
 def listed(differences: Sequence[Difference], names: Iterable[str]) -> str:
     """List differences with their names as text: ``eps 1: +0.07 [+0.02, +0.13]``.
 

@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from experiments.curves import Curve, curves
-from experiments.framework.base import Report, Table
+from experiments.framework.base import Claim, Report, Table
 from experiments.framework.config_runs import Score
 from experiments.framework.spread import Difference, paired
 from experiments.koskela.common import units
 from experiments.koskela.federated_scores import (
     ADAM,
+    OPEN,
     READINGS,
     SGD,
     STYLES,
     UNITS,
     FederatedScores,
     ahead,
-    claims_of_readings,
-    in_both_units,
+    in_every_reading,
 )
 
 
@@ -68,13 +68,17 @@ def _against(
         tables=[Table(f"figure{figure}", title, ["method", "rate", "final accuracy (%)"], rows)],
         figures={f"{figure} {reading}": score.mean for reading, score in adadp["mean"].items()}
         | {f"{figure} {other}": tuned.mean},
-        claims=claims_of_readings(
-            figure,
-            f"at {100 * mixed:g} % random, ADADP ends above {word} with its best rate",
-            in_both_units(
-                lambda reading, unit: ahead([paired(adadp[unit][reading].finals, tuned.finals)])
-            ),
-        ),
+        claims=[
+            Claim.under(
+                figure,
+                f"Fig. {figure}",
+                f"at {100 * mixed:g} % random, ADADP ends above {word} with its best rate",
+                OPEN,
+                in_every_reading(
+                    lambda reading, unit: ahead([paired(adadp[unit][reading].finals, tuned.finals)])
+                ),
+            )
+        ],
         pictures={f"figure{figure}": curves(title, [("", lines)], xlabel="round")},
         choices=[chosen],
     )
@@ -119,10 +123,12 @@ def over_batches(scores: FederatedScores, batches: Sequence[int], rates: Sequenc
             Curve(READINGS[reading], score, STYLES[reading]) for reading, score in adadp.items()
         ]
         panels.append((f"|B| = {batch}", lines))
-    claims = claims_of_readings(
+    claim = Claim.under(
         "1b",
+        "Fig. 1b",
         "with a pair of classes a client, ADADP ends above rate-tuned SGD at every |B|",
-        in_both_units(
+        OPEN,
+        in_every_reading(
             lambda reading, unit: ahead(gains[reading, unit], [f"|B| = {b}" for b in batches])
         ),
     )
@@ -132,4 +138,4 @@ def over_batches(scores: FederatedScores, batches: Sequence[int], rates: Sequenc
     ]  # fmt: skip
     table = Table("figure1b", title, columns, rows)
     picture = curves(title, panels, xlabel="round")
-    return Report([table], figures, claims, {"figure1b": picture}, choices)
+    return Report([table], figures, [claim], {"figure1b": picture}, choices)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.framework.base import BestOfGrid, PaperClaim
+from experiments.framework.base import BestOfGrid, Outcome
 from experiments.framework.config_runs import Score, best
-from experiments.framework.spread import Difference, agreed, all_ahead, listed
+from experiments.framework.spread import Difference, all_ahead, listed
 from experiments.koskela.common import units
 
 SGD, ADAM = "sgd", "adam"
 READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
 """Two readings of the paper, with labels: clients restart from eta_0 each round, or keep eta."""
-UNITS = {"mean": "eta_0 of the mean gradient", "sum": "of the sum"}
+UNITS = {"mean": "eta_0 of the mean gradient", "sum": "eta_0 of the sum"}
 """What eta_0 multiplies, with labels; the paper does not say this either. See `units`."""
+OPEN = "the unit of eta_0 and whether clients keep eta from round to round"
+STATES = {"adadp": "from eta_0 every round", "adadp kept": "eta kept"}
 STYLES = {"adadp": "adadp", "adadp kept": "kept"}
 
 
@@ -64,54 +66,16 @@ def plan_name(method: str, rate: float, rho: float, batch: int) -> str:
     return f"{method} rate={rate:g} rho={rho:g} B={batch}"
 
 
-def in_both_units(
-    judge: Callable[[str, str], tuple[bool | None, str]],
-) -> dict[str, tuple[bool | None, str]]:
-    """Verdict and measured text by reading; not decided if the units of eta_0 disagree.
-
-    Parameters
-    ----------
-    judge : callable
-        Maps a reading and a unit to a verdict and a text on what was measured.
-    """
-    judged = {reading: {unit: judge(reading, unit) for unit in UNITS} for reading in READINGS}
-    return {
-        reading: (
-            agreed([verdict for verdict, _ in by_unit.values()]),
-            "; ".join(f"{UNITS[unit]}: {text}" for unit, (_, text) in by_unit.items()),
-        )
-        for reading, by_unit in judged.items()
-    }
-
-
-def ahead(differences: Sequence[Difference], names: Sequence[str] = ()) -> tuple[bool | None, str]:
+def ahead(differences: Sequence[Difference], names: Sequence[str] = ()) -> Outcome:
     """Whether all differences are above 0, and a text that lists them."""
     text = listed(differences, names) if names else differences[0].text
     return all_ahead(differences), text
 
 
-def claims_of_readings(
-    name: str, says: str, verdicts: Mapping[str, tuple[bool | None, str]]
-) -> list[PaperClaim]:
-    """One claim for each reading of `READINGS`.
-
-    Parameters
-    ----------
-    name : str
-        Begins with the figure's number.
-    says : str
-        The claim, as a sentence.
-    verdicts : mapping of str to pair
-        Whether the claim is reproduced and what was measured, by reading.
-    """
-    ends = {"adadp": ("", "from eta_0 every round"), "adadp kept": ("-kept", "eta kept")}
-    return [
-        PaperClaim(
-            name + ends[reading][0],
-            f"Fig. {name.partition('-')[0]}",
-            f"{says} ({ends[reading][1]})",
-            reproduced,
-            measured,
-        )
-        for reading, (reproduced, measured) in verdicts.items()
-    ]
+def in_every_reading(judge: Callable[[str, str], Outcome]) -> dict[str, Outcome]:
+    """What came out with every reading of `READINGS` and unit of eta_0, by both in words."""
+    return {
+        f"{STATES[reading]}, {UNITS[unit]}": judge(reading, unit)
+        for reading in READINGS
+        for unit in UNITS
+    }

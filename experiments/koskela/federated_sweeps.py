@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 
 from experiments.curves import sweeps
-from experiments.framework.base import Report, Table
+from experiments.framework.base import Claim, Report, Table
 from experiments.framework.config_runs import Score
-from experiments.framework.spread import Difference, all_ahead, listed, over_seeds, paired
+from experiments.framework.spread import Difference, over_seeds, paired
 from experiments.koskela.federated_scores import (
+    OPEN,
     READINGS,
     SGD,
+    STATES,
     STYLES,
     UNITS,
     FederatedScores,
     ahead,
-    claims_of_readings,
-    in_both_units,
+    in_every_reading,
 )
 
 DIVERGED = 15.0
 """Final accuracy (%) on ten classes up to which a rate counts as diverged."""
+FLAT_PARTS = (0.125, 0.5)
+"""Parts of SGD's range over the rates within which ADADP's counts as flat."""
 
 
 def over_rates(
@@ -36,7 +38,7 @@ def over_rates(
     rows: list[list[str | float | None]] = []
     figures: dict[str, float] = {}
     pictures = {}
-    steadier: dict[tuple[str, bool], list[Difference]] = {}
+    steadier: dict[str, list[Difference]] = {}
     for rho in levels:
         lines = {
             method: scores.over(method, tried, rho)
@@ -52,9 +54,11 @@ def over_rates(
         learnt = [score for score in of_sgd if score.mean > DIVERGED] or of_sgd[:1]
         for reading in READINGS:
             ranges = _ranges(list(lines[reading].values()))
-            for every, tried_of_sgd in ((True, of_sgd), (False, learnt)):
-                quarter = [value / 4 for value in _ranges(tried_of_sgd)]
-                steadier.setdefault((reading, every), []).append(paired(quarter, ranges))
+            for words, tried_of_sgd in (("all rates", of_sgd), ("where SGD learns", learnt)):
+                for part in FLAT_PARTS:
+                    of_range = [part * value for value in _ranges(tried_of_sgd)]
+                    open_ = f"{STATES[reading]}, {words}, {part:g} of SGD's range"
+                    steadier.setdefault(open_, []).append(paired(of_range, ranges))
         pictures[f"figure2b-{100 * rho:g}"] = sweeps(
             f"Fig. 2b: accuracy against the rate, {100 * rho:g} % random\n{scores.where}",
             [
@@ -65,29 +69,20 @@ def over_rates(
             xlabel="$\\eta_0$ of ADADP, $\\eta$ of SGD",
             log=True,
         )
-    claims = [
-        claim
-        for every, name, which in (
-            (True, "2b", "over these rates"),
-            (False, "2b-learnt", "leaving out rates at which SGD diverges,"),
-        )
-        for claim in claims_of_readings(
-            name,
-            f"{which} ADADP's accuracy varies less than a quarter as much as SGD's, at every "
-            "randomness",
-            {
-                reading: (
-                    all_ahead(steadier[reading, every]),
-                    "a quarter of SGD's range less ADADP's, in points: "
-                    + listed(steadier[reading, every], [f"{100 * rho:g} %" for rho in levels]),
-                )
-                for reading in READINGS
-            },
-        )
-    ]
+    claim = Claim.under(
+        "2b",
+        "Fig. 2b",
+        "over these rates ADADP's accuracy varies by less than a part of SGD's range, at every "
+        "randomness",
+        "what counts as flat, SGD's rates, and whether clients keep eta from round to round",
+        {
+            reading: ahead(differences, [f"{100 * rho:g} %" for rho in levels])
+            for reading, differences in steadier.items()
+        },
+    )
     title = f"Fig. 2b: accuracy against the rate\n{scores.where}"
     columns = ["randomness", "rate", "ADADP from it (%)", "ADADP, kept (%)", "SGD with it (%)"]
-    return Report([Table("figure2b", title, columns, rows)], figures, claims, pictures)
+    return Report([Table("figure2b", title, columns, rows)], figures, [claim], pictures)
 
 
 def over_randomness(
@@ -120,17 +115,23 @@ def over_randomness(
         for rho in randomness
     }
     figures |= {f"2a {name} drop": over_seeds(drop)[0] for name, drop in drops.items()}
-    claims = []
-    for name, how in (
-        ("tuned", "its rate tuned at each randomness"),
-        ("fixed", "its rate tuned on uniform data"),
-    ):
-        lost = drops[f"sgd {name}"]
-        claims += claims_of_readings(
-            f"2a-{name}",
-            f"from uniform to pathological data SGD, {how}, loses more than ADADP",
-            in_both_units(partial(_lost_more, lost, drops)),
-        )
+    hows = {"tuned": "SGD tuned at each randomness", "fixed": "SGD tuned on uniform data"}
+    outcomes = {
+        f"{how}, {reading}": outcome
+        for name, how in hows.items()
+        for reading, outcome in in_every_reading(
+            lambda reading, unit, lost=drops[f"sgd {name}"]: ahead(  # type: ignore[misc]
+                [paired(lost, drops[_line(reading, unit)])]
+            )
+        ).items()
+    }
+    claim = Claim.under(
+        "2a",
+        "Fig. 2a",
+        "from uniform to pathological data SGD loses more than ADADP",
+        f"how SGD's rate is tuned, {OPEN}",
+        outcomes,
+    )
     picture = sweeps(
         title,
         [
@@ -147,18 +148,11 @@ def over_randomness(
     ]  # fmt: skip
     table = Table("figure2a", title, columns, rows)
     choices = [choice for _, _, choice in tuned.values()]
-    return Report([table], figures, claims, {"figure2a": picture}, choices)
+    return Report([table], figures, [claim], {"figure2a": picture}, choices)
 
 
 def _line(reading: str, unit: str) -> str:
     return reading if unit == "mean" else f"{reading}, {unit}"
-
-
-def _lost_more(
-    lost: list[float], drops: Mapping[str, list[float]], reading: str, unit: str
-) -> tuple[bool | None, str]:
-    """Whether SGD lost more accuracy than ADADP, with one reading and unit of eta_0."""
-    return ahead([paired(lost, drops[_line(reading, unit)])])
 
 
 def _ranges(scores: Sequence[Score]) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.framework.base import PaperClaim, Report, Result, Table
+from experiments.framework.base import Claim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
@@ -99,7 +99,7 @@ class KoskelaRate(Koskela):
             settled_rates = np.array([of_seeds[start, sigma][:, settled] for start in s.starts])
             off = float(np.abs(settled_rates / predicted[sigma] - 1).max())
             claims.append(
-                PaperClaim(
+                Claim(
                     f"settles-sigma{sigma:g}",
                     "The settled rate",
                     f"at sigma = {sigma:g}, from every start and with every seed the rate is "

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Table
+from experiments.framework.base import BestOfGrid, Claim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
-from experiments.framework.spread import Difference, agreed, over_seeds, paired
+from experiments.framework.spread import Difference, over_seeds, paired
 from experiments.koskela.common import Koskela, optimiser, units
 from experiments.koskela.federated_scores import UNITS
 from fedsim.config import Scalar
@@ -20,6 +20,7 @@ from fedsim.reports.plots import COLOURS, curve_style, grid
 
 WINDOW = 5  # rounds that an accuracy is the mean of
 PANEL = "Figs. 1a and 2a by scale"
+OPEN = "the unit of eta_0"
 ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0
 _BASE = "rounds"  # the run's own scale, for the most rounds
 
@@ -136,9 +137,7 @@ class KoskelaScale(Koskela):
             choices=choices,
         )
 
-    def _claims(
-        self, gaps: Mapping[str, Mapping[str, Difference]], *, more: bool
-    ) -> list[PaperClaim]:
+    def _claims(self, gaps: Mapping[str, Mapping[str, Difference]], *, more: bool) -> list[Claim]:
         """Claims on the gap over the rounds, with the run's own number of images or with ``more``.
 
         Both units of eta_0 must agree on a verdict.
@@ -154,24 +153,24 @@ class KoskelaScale(Koskela):
         }
         ending = "-images" if more else ""
         return [
-            PaperClaim(
+            Claim.under(
                 f"ahead{ending}",
                 PANEL,
                 f"after {max(s.horizons)} rounds of {images:,} images a client ADADP is ahead of "
                 "rate-tuned SGD",
-                agreed([last.positive for _, last in ends.values()]),
-                "; ".join(f"{UNITS[unit]}: {last.text}" for unit, (_, last) in ends.items()),
+                OPEN,
+                {UNITS[unit]: (last.positive, last.text) for unit, (_, last) in ends.items()},
             ),
-            PaperClaim(
+            Claim.under(
                 f"closer{ending}",
                 PANEL,
                 f"with {images:,} images a client ADADP's gap to SGD is better after "
                 f"{max(s.horizons)} rounds than after {min(s.horizons)}",
-                agreed([_grown(first, last) for first, last in ends.values()]),
-                "; ".join(
-                    f"{UNITS[unit]}: {first.text}, then {last.text}"
+                OPEN,
+                {
+                    UNITS[unit]: (_grown(first, last), f"{first.text}, then {last.text}")
                     for unit, (first, last) in ends.items()
-                ),
+                },
             ),
         ]
 

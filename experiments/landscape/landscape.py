@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from experiments.framework.base import (
     NOT_EMPTY,
     BestOfGrid,
+    Claim,
     ExperimentMember,
-    PaperClaim,
     Report,
     Result,
     Table,
@@ -338,7 +338,7 @@ class Landscape(ConfigRuns):
         columns = ["noise and cohort", "one run", *(f"{n} number" for n in NUMBERS), "all together"]
         return Table("price", title, columns, rows)
 
-    def _claim(self, claim: Contest, tests: Mapping[str, Sequence[float]]) -> PaperClaim:
+    def _claim(self, claim: Contest, tests: Mapping[str, Sequence[float]]) -> Claim:
         gains, names = [], []
         for federation in claim.federations:
             for epsilon in claim.epsilons:
@@ -348,10 +348,10 @@ class Landscape(ConfigRuns):
                 )
                 if min(len(first), len(second)) < self.settings.seeds:
                     says = "not all of its runs are made"
-                    return PaperClaim(claim.name, self.settings.panel, claim.says, None, says)
+                    return Claim(claim.name, self.settings.panel, claim.says, None, says)
                 gains.append(paired(first, second))
                 names.append(f"{federation}, eps {epsilon:g}")
-        return PaperClaim(
+        return Claim(
             claim.name, self.settings.panel, claim.says, all_ahead(gains), listed(gains, names)
         )
 

@@ -13,7 +13,7 @@ from scipy import stats
 from experiments.curves import Curve, curves
 from experiments.framework.base import (
     NOT_EMPTY,
-    PaperClaim,
+    Claim,
     Report,
     Result,
     Table,
@@ -77,7 +77,7 @@ class Niid(ConfigRuns):
             rows.append([method.name, published, f"{len(best)}", shown, text, last])
             if method.deviation <= WILD:
                 says = f"{method.name} reaches {published} % in its best round"
-                claims.append(PaperClaim(method.name, settings.title, says, inside, text))
+                claims.append(Claim(method.name, settings.title, says, inside, text))
         columns = ["method", "published", "seeds", "best round", "difference [95 %]", "last round"]
         title = f"{settings.title}, test accuracy (%) in {self.base.rounds} rounds"
         lines = [

@@ -27,9 +27,9 @@ from experiments.command import experiment
 from experiments.framework import config_runs
 from experiments.framework import run as running
 from experiments.framework.base import (
+    Claim,
     Experiment,
     ExperimentMember,
-    PaperClaim,
     Report,
     Result,
     digest,
@@ -185,9 +185,7 @@ class Counting(Experiment):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         total = float(sum(result["value"] for result in results.values()))
-        return Report(
-            [], {"total": total}, [PaperClaim("c", "Fig. 1", "it adds up", total > 0, "")]
-        )
+        return Report([], {"total": total}, [Claim("c", "Fig. 1", "it adds up", total > 0, "")])
 
 
 @pytest.fixture
@@ -522,7 +520,7 @@ def test_command_shows_verdicts(counting: Path, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(experiment)
     out = tmp_path / "out"
-    write_judgement(counting, "[claims.c]\nverdict = 'reproduced'\n")
+    write_judgement(counting, "[claims.c]\nsource = 'Fig. 1'\nverdict = 'reproduced'\n")
     result = CliRunner().invoke(app, [str(counting), "--out", str(out), "--workers", "1"])
     assert result.exit_code == 0, result.output
     assert "reproduced      Fig. 1: it adds up" in result.output

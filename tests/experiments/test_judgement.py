@@ -24,8 +24,8 @@ from experiments.adaclip.regression import descend, make_mechanism
 from experiments.command import experiment
 from experiments.framework.base import (
     BestOfGrid,
+    Claim,
     ExperimentMember,
-    PaperClaim,
     Report,
     Result,
     Table,
@@ -35,7 +35,7 @@ from experiments.framework.base import (
 from experiments.framework.config_runs import chosen
 from experiments.framework.judge import Judged, Judgement, faults_of_page, judge, overview
 from experiments.framework.run import Stored, StoredResult, directories, find, load, shortened
-from experiments.framework.spread import agreed, all_ahead, listed, paired
+from experiments.framework.spread import all_ahead, listed, paired
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import NoiseSource, Releaser
@@ -180,9 +180,52 @@ def test_intervals_of_several_differences_hold_together() -> None:
     assert text.count("together") == 1
 
 
-def test_readings_that_differ_decide_nothing() -> None:
-    assert [agreed(v) for v in ([True, True], [False, False], [None, None])] == [True, False, None]
-    assert {agreed(v) for v in ([True, False], [True, None], [None, False])} == {None}
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        (True, True, True),
+        (False, False, False),
+        (None, None, None),
+        (True, False, None),
+        (True, None, None),
+        (None, False, None),
+    ],
+)
+def test_a_verdict_that_turns_with_what_the_paper_leaves_open_is_not_decided(
+    first: bool | None, second: bool | None, verdict: bool | None
+) -> None:
+    claim = Claim.under("c", "Fig. 1", "so", "its unit", {"a": (first, "1"), "b": (second, "2")})
+    assert (claim.reproduced, claim.turns) == (verdict, first is not second)
+    assert claim.measured == "a: 1; b: 2"
+
+
+def test_page_shows_both_sides_of_a_verdict_that_turns() -> None:
+    turning = {"source": "section 2: it is so", "verdict": "not decided"}
+    judgement = read_table(Judgement, TREE | {"claims": {"c": turning}})
+    claim = Claim.under("c", "Fig. 1", "so", "its unit", {"a": (True, "1"), "b": (False, "2")})
+    judged = reported(judgement, claim)
+    assert judged.faults == []
+    assert (
+        "- **Not decided** (it turns with its unit, which the paper does not give). The paper "
+        "(section 2: it is so): so.\n    - Reproduced a: *1*\n    - Not reproduced b: *2*\n"
+    ) in judged.page
+    with_cause = read_table(Judgement, TREE | {"claims": {"c": {**turning, "cause": "seeds"}}})
+    assert any("that is the cause" in fault for fault in reported(with_cause, claim).faults)
+
+
+def test_claims_of_the_paper_and_ours_are_counted_apart(judgement: Judgement) -> None:
+    theirs = {"source": "section 2: it is so", "verdict": "reproduced"}
+    mixed = read_table(Judgement, TREE | {"claims": {"c": theirs, "d": {"verdict": "confirmed"}}})
+    judged = reported(mixed, CLAIM, replace(CLAIM, name="d"))
+    assert judged.faults == []
+    assert "Claims of the paper: 1 reproduced. Ours: 1 confirmed.\n" in judged.page
+    row = judged.summary(mixed.panels[0])
+    assert row[3:5] == ["1 reproduced", "1 confirmed"]
+    ours = reported(judgement, CLAIM)
+    assert "Claims of the paper: none. Ours: 1 confirmed." in ours.page
+    assert "- **Confirmed**. Ours: it is so: *1.0*" in ours.page
+    wrong = read_table(Judgement, TREE | {"claims": {"c": {"verdict": "reproduced"}}})
+    assert any("came out 'confirmed'" in fault for fault in reported(wrong, CLAIM).faults)
 
 
 def test_page_names_grids_that_end_where_they_are_flat(judgement: Judgement) -> None:
@@ -222,21 +265,22 @@ TREE: dict[str, Any] = {
     "paper-of": "das",
     "about": "A",
     "panels": [{"name": "Fig. 1", "shows": "s", "setting": "s", "tables": ["t"]}],
-    "claims": {"c": {"verdict": "reproduced"}},
+    "claims": {"c": {"verdict": "confirmed"}},
     "paper": {"f": 2.0},
 }
-CLAIM = PaperClaim("c", "Fig. 1", "it is so", True, "1.0")
-REPRODUCED = {"verdict": "reproduced"}
+CLAIM = Claim("c", "Fig. 1", "it is so", True, "1.0")
+CONFIRMED = {"verdict": "confirmed"}
 
 
 def reported(
-    judgement: Judgement, claim: PaperClaim, *, choices: tuple[BestOfGrid, ...] = (), seeds: int = 3
+    judgement: Judgement, *claims: Claim, choices: tuple[BestOfGrid, ...] = (), seeds: int = 3
 ) -> Judged:
-    """A made-up report with one claim."""
+    """A made-up report of some claims, with its page."""
     experiment = load(find("quadratic"), data=Path())
     experiment.settings = replace(experiment.settings, seeds=seeds)
-    report = Report([Table("t", "", ["a"], [])], {"f": 1.0}, [claim], choices=choices)
-    return Judged(experiment, judgement, Stored(), [], report)
+    report = Report([Table("t", "", ["a"], [])], {"f": 1.0}, claims, choices=choices)
+    stored = Stored({"m": StoredResult("", {})})
+    return Judged(experiment, judgement, stored, [], report)
 
 
 @pytest.fixture
@@ -251,26 +295,26 @@ def test_report_that_agrees_with_its_judgement_has_no_fault(judgement: Judgement
 @pytest.mark.parametrize(
     ("claim", "changes", "message"),
     [
-        (replace(CLAIM, reproduced=False), {}, "came out 'not reproduced'"),
+        (replace(CLAIM, reproduced=False), {}, "came out 'not confirmed'"),
         (replace(CLAIM, reproduced=None), {}, "came out 'not decided'"),
         (replace(CLAIM, panel="Fig. 2"), {}, "no panel"),
         (replace(CLAIM, name="d"), {}, "claims.d is missing"),
-        (CLAIM, {"claims": {"c": {**REPRODUCED, "cause": "scale"}}}, "cause"),
-        (CLAIM, {"claims": {"c": REPRODUCED, "e": REPRODUCED}}, "no 'e'"),
+        (CLAIM, {"claims": {"c": {**CONFIRMED, "cause": "scale"}}}, "cause"),
+        (CLAIM, {"claims": {"c": CONFIRMED, "e": CONFIRMED}}, "no 'e'"),
         (CLAIM, {"paper": {"g": 1.0}}, "no 'g'"),
         (CLAIM, {"remarks": ["{f:.1f} and {h:.1f}"]}, "sentences: there is no 'h'"),
-        (CLAIM, {"claims": {"c": {**REPRODUCED, "why": "{h}"}}}, "sentences: there is no 'h'"),
+        (CLAIM, {"claims": {"c": {**CONFIRMED, "why": "{h}"}}}, "sentences: there is no 'h'"),
     ],
 )
 def test_disagreement_of_report_and_judgement_is_a_sentence(
-    claim: PaperClaim, changes: dict[str, Any], message: str
+    claim: Claim, changes: dict[str, Any], message: str
 ) -> None:
     changed = read_table(Judgement, TREE | changes)
     assert any(message in fault for fault in reported(changed, claim).faults)
 
 
 def test_difference_without_a_cause_is_a_fault() -> None:
-    changed = read_table(Judgement, TREE | {"claims": {"c": {"verdict": "not reproduced"}}})
+    changed = read_table(Judgement, TREE | {"claims": {"c": {"verdict": "not confirmed"}}})
     assert any("cause" in f for f in reported(changed, replace(CLAIM, reproduced=False)).faults)
 
 
@@ -279,7 +323,7 @@ def test_difference_without_a_cause_is_a_fault() -> None:
     [
         ({"paper-of": "mine"}, "paper-of = 'mine'; it must be 'koskela'"),
         ({"claims": {"c": {"verdict": "true"}}}, "claims.c.verdict = 'true'; it must be"),
-        ({"claims": {"c": {**REPRODUCED, "cause": "x"}}}, "claims.c.cause = 'x'; it must be"),
+        ({"claims": {"c": {**CONFIRMED, "cause": "x"}}}, "claims.c.cause = 'x'; it must be"),
         ({"claims": [1]}, "claims = [1]; it must be a table"),
         ({"panels": []}, "panels = []; it must be a list that is not empty"),
         ({"panels": [{"name": "a", "shows": "s"}]}, "panels[0].setting is not set"),

@@ -78,9 +78,7 @@ def test_federated_figures_end_to_end(small: Callable[..., Judged], tmp_path: Pa
     names = {path.name for path in (tmp_path / "out").iterdir()}
     wanted = ("1a", "1b", "2a", "2b-0", "2b-33", "2b-100", "3")
     assert {f"figure{n}.png" for n in wanted} <= names
-    assert {claim.name.removesuffix("-kept") for claim in judged.report.claims} == {
-        "1a", "3", "2b", "2b-learnt", "1b", "2a-tuned", "2a-fixed",
-    }  # fmt: skip
+    assert {claim.name for claim in judged.report.claims} == {"1a", "1b", "2a", "2b", "3"}
     assert all(np.isfinite(value) for value in judged.report.figures.values())
 
 
@@ -249,14 +247,15 @@ def test_a_verdict_that_turns_with_the_unit_of_eta_0_is_not_decided(data: Path) 
         claims = {claim.name: claim for claim in experiment.report(results).claims}
         turning = {"koskela-federated": "1a", "koskela-mnist": "4-best-sigma2"}
         claim = claims[turning.get(name, "ahead")]
-        assert claim.verdict == "not decided"
-        assert claim.measured.count("[") == (3 if name == "koskela-mnist" else 2)
+        assert claim.turns
+        assert "the unit of eta_0" in claim.open
+        assert {reproduced for reproduced, _ in claim.readings.values()} == {True, False}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("other", "close"), [(0.505, True), (0.52, False)])
+@pytest.mark.parametrize(("other", "close"), [(0.502, True), (0.53, False), (0.51, None)])
 def test_eta_0_does_not_matter_where_all_starts_end_close_together(
-    other: float, close: bool, data: Path
+    other: float, close: bool | None, data: Path
 ) -> None:
     experiment = load(COMMITTED / "koskela-frozen", data=data)
     report = made_up(experiment, lambda member: other if "adadp-lr rate=1 " in member else 0.5)
