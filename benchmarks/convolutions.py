@@ -150,7 +150,7 @@ def measure(device: str, pairs: int) -> dict[str, list[float]]:
         in_turns(sides, 1, clock=clock)  # a warm-up, in which steps are captured
         seconds = in_turns(sides, pairs, first=2, clock=clock)
     for variant in chosen:
-        steps = None if variant.trainer is None else variant.trainer.stepper.captured
+        steps = None if variant.trainer is None else variant.trainer.stepper.captured_step
         if isinstance(steps, StepGraphs) and not (steps.can_capture and steps.graphs):
             raise SystemExit(f"{variant.name}: its steps were not captured; see the log.")
     return seconds

@@ -25,10 +25,10 @@ class NormEC(SGD):
     """What of a sent difference the memories take."""
 
     carried = ("velocity", "memory")
-    remembers = True
+    requires_client_state = True
 
     def for_run(self, facts: RunFacts):
-        return _Bounded(**vars(self), bound=facts.known_bound(self))
+        return _Bounded(**vars(self), bound=facts.client_bound(self))
 
     def init(self, theta, numbers):
         state = super().init(theta, numbers)

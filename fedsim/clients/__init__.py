@@ -6,11 +6,11 @@ from fedsim.arguments import explain_calls
 from fedsim.clients.adadp_lr import AdadpLR
 from fedsim.clients.adam import Adam
 from fedsim.clients.base import (
-    Combined,
     Gradient,
     LocalAlgorithm,
     RoundMeans,
     RunFacts,
+    ServerUpdate,
     State,
     Step,
 )
@@ -28,7 +28,6 @@ __all__ = [
     "AdadpLR",
     "AdadpNoise",
     "Adam",
-    "Combined",
     "Ditto",
     "FedNova",
     "FedRep",
@@ -40,6 +39,7 @@ __all__ = [
     "RunFacts",
     "Scaffold",
     "Schedule",
+    "ServerUpdate",
     "State",
     "Step",
 ]

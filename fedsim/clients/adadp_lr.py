@@ -221,7 +221,7 @@ def _error(
     if theta.is_cuda:
         return _dense_error(theta, eta, first, second), peak, peak
     err = _plain_error(eta, first, second)
-    reach = eta * first.peak()
+    reach = eta * first.max_abs()
     are_small = peak + reach <= 1
     if not bool(are_small.all()):
         for k in (~are_small).nonzero().flatten().tolist():
@@ -229,7 +229,7 @@ def _error(
             peak[row] = _row_peaks(theta[row])
             if not bool(peak[k] + reach[k] <= 1):
                 err[row] = _dense_error(theta[row], eta[row], first[row], second[row])
-    return err, peak, peak + reach + eta * second.peak()
+    return err, peak, peak + reach + eta * second.max_abs()
 
 
 def _row_peaks(theta: Tensor) -> Tensor:

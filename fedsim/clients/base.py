@@ -34,7 +34,7 @@ from fedsim.rows.layout import Layout, Width
 from fedsim.settings import Doc, Ge, Gt, check_settings
 
 PERSONAL_MASK = "personal"
-"""State entry, for algorithms with `parts`, ``[n, D]``: 1 where a parameter is personal, else 0."""
+"""State entry ``[n, D]`` with `separates_personal`: 1 where a parameter is personal, else 0."""
 
 State = dict[str, Any]
 """Names to tensors ``[n, ...]``, or other values that can be sliced by client, as a `Gradient`."""
@@ -72,7 +72,7 @@ class RunFacts:
         """Whether examples or whole clients are protected."""
         return self.private_examples or self.bound is not None
 
-    def known_bound(self, algorithm: LocalAlgorithm) -> Mechanism | None:
+    def client_bound(self, algorithm: LocalAlgorithm) -> Mechanism | None:
         """The mechanism with which a client can bound its update just as the sum does.
 
         Returns
@@ -123,7 +123,7 @@ class RoundMeans:
 
 
 @dataclass(frozen=True)
-class Combined:
+class ServerUpdate:
     """Result of combining a round's means on the server.
 
     Attributes
@@ -179,7 +179,7 @@ class Gradient(Protocol):
     def distance(self, other: Gradient) -> Tensor:
         """``|| self - other ||`` in L2, ``[n]``; ``other`` must come from the same path."""
 
-    def peak(self) -> Tensor:
+    def max_abs(self) -> Tensor:
         """Upper bound of the absolute values of the coordinates, ``[n]``."""
 
     def norms(self) -> Tensor:
@@ -189,7 +189,7 @@ class Gradient(Protocol):
         """The gradients times ``factors [n]``."""
 
 
-def slice_of(clients: object) -> slice:
+def require_slice(clients: object) -> slice:
     """The clients of whom a gradient is asked, which must be a slice.
 
     Raises
@@ -204,14 +204,14 @@ def slice_of(clients: object) -> slice:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseGradient:
     """Gradients as a dense tensor ``[n, D]``."""
 
     values: Tensor
 
-    def __getitem__(self, clients: slice) -> Dense:
+    def __getitem__(self, clients: slice) -> DenseGradient:
         """The gradients of these clients."""
-        return Dense(self.values[slice_of(clients)])
+        return DenseGradient(self.values[require_slice(clients)])
 
     def dense(self) -> Tensor:
         """A copy of the tensor."""
@@ -222,7 +222,7 @@ class Dense:
         norms: Tensor = torch.linalg.vector_norm(self.values - other.dense(), dim=1)
         return norms
 
-    def peak(self) -> Tensor:
+    def max_abs(self) -> Tensor:
         """The largest absolute value of each row, ``[n]``."""
         return torch.maximum(self.values.amax(1), -self.values.amin(1))
 
@@ -231,9 +231,9 @@ class Dense:
         norms: Tensor = torch.linalg.vector_norm(self.values, dim=1)
         return norms
 
-    def scaled(self, factors: Tensor) -> Dense:
+    def scaled(self, factors: Tensor) -> DenseGradient:
         """The rows times ``factors [n]``, as a new tensor."""
-        return Dense(self.values * factors.unsqueeze(1))
+        return DenseGradient(self.values * factors.unsqueeze(1))
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """Subtract with one multiply-add over the block."""
@@ -280,17 +280,17 @@ class LocalAlgorithm(ABC):
         return self.sends
 
     @property
-    def remembers(self) -> bool:
+    def requires_client_state(self) -> bool:
         """Whether the algorithm requires that each client keeps its own state between rounds."""
         return False
 
     @property
-    def plain_means(self) -> bool:
+    def requires_plain_means(self) -> bool:
         """Whether `combine` is correct only for unweighted, unbounded means over clients."""
         return False
 
     @property
-    def parts(self) -> bool:
+    def separates_personal(self) -> bool:
         """Whether it treats personal parameters (``model.personal``) differently from others."""
         return False
 
@@ -326,16 +326,17 @@ class LocalAlgorithm(ABC):
             The global parameters, once for each client. The algorithm may change them in place.
         numbers : dict of str to Tensor ``[n]``
             Each client's values of `numbers`; the vectors of `receives` that the server sends,
-            ``[n, D]`` or ``[n, 1]``, zeros in the first round; and `PERSONAL_MASK`, with `parts`.
+            ``[n, D]`` or ``[n, 1]``, zeros in the first round; and, with `separates_personal`,
+            `PERSONAL_MASK`.
         """
         return {"theta": theta, **numbers}
 
-    def sample(self, width: int) -> State:
+    def example_state(self, width: int) -> State:
         """An example state, of one client with zero parameters, for its entries and shapes."""
         numbers: State = {name: torch.tensor([value]) for name, value in self.numbers().items()}
         sizes = {"model": width, "number": 1}
         vectors = {name: torch.zeros(1, sizes[size]) for name, size in self.receives.items()}
-        mask = {PERSONAL_MASK: torch.zeros(1, width)} if self.parts else {}
+        mask = {PERSONAL_MASK: torch.zeros(1, width)} if self.separates_personal else {}
         return self.init(torch.zeros(1, width), numbers | vectors | mask)
 
     def point(self, state: State) -> Tensor:
@@ -369,12 +370,12 @@ class LocalAlgorithm(ABC):
         """The vectors named by `sends`, ``[n, D]`` or ``[n, 1]``; called once, after `finish`."""
         return {}
 
-    def combine(self, means: RoundMeans) -> Combined:
+    def combine(self, means: RoundMeans) -> ServerUpdate:
         """On the server, compute the update and the next round's vectors of `receives`.
 
         By default these are the mean update, and the means of the vectors that clients sent.
         """
-        return Combined(means.update, means.sent)
+        return ServerUpdate(means.update, means.sent)
 
 
 def refuse_vectors(algorithm: LocalAlgorithm) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import Dense, Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import DenseGradient, Gradient, LocalAlgorithm, State, Step
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Ge, Gt
@@ -57,7 +57,7 @@ class Ditto(LocalAlgorithm):
         """Make a step of the global model at even steps, and of the client's own at odd ones."""
         if at.index % 2:
             pulled = (state["own"] - state["global"]).mul_(state["pull"].unsqueeze(1))
-            step = Dense(pulled.add_(gradient.dense()))
+            step = DenseGradient(pulled.add_(gradient.dense()))
             step.subtract_from(state["own"], state["own_lr"])
         else:
             gradient.subtract_from(state["theta"], state["lr"])

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import Combined, Gradient, RoundMeans, RunFacts, State, Step
+from fedsim.clients.base import Gradient, RoundMeans, RunFacts, ServerUpdate, State, Step
 from fedsim.clients.proximal import PROXIMAL
 from fedsim.clients.sgd import SGD
 from fedsim.errors import FedsimError
@@ -92,6 +92,6 @@ class FedNova(SGD):
         """The distance a, ``[n, 1]``, unless ``reach`` is set."""
         return {} if self.reach else {"reach": state["moved"].unsqueeze(1).to(state["theta"])}
 
-    def combine(self, means: RoundMeans) -> Combined:
+    def combine(self, means: RoundMeans) -> ServerUpdate:
         """The mean direction times the mean distance."""
-        return Combined(means.update * means.sent["reach"], means.received)
+        return ServerUpdate(means.update * means.sent["reach"], means.received)

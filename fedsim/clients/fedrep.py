@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import PERSONAL_MASK, Dense, Gradient, LocalAlgorithm, State, Step
+from fedsim.clients.base import PERSONAL_MASK, DenseGradient, Gradient, LocalAlgorithm, State, Step
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor
 from fedsim.registry import register
@@ -31,7 +31,7 @@ class FedRep(LocalAlgorithm):
     """How many steps at the start of a round train the personal parameters (the head) alone."""
     schedule: LocalSchedule = CONSTANT
 
-    parts: ClassVar[bool] = True
+    separates_personal: ClassVar[bool] = True
 
     def numbers(self) -> dict[str, float]:
         """Both learning rates."""
@@ -45,5 +45,5 @@ class FedRep(LocalAlgorithm):
         """Make a step of the head, or of the body."""
         head: Tensor = state[PERSONAL_MASK]
         mask, rate = (head, "head_lr") if at.index < self.head_steps else (1 - head, "lr")
-        masked_gradient = Dense(gradient.dense().mul_(mask))
+        masked_gradient = DenseGradient(gradient.dense().mul_(mask))
         masked_gradient.subtract_from(state["theta"], state[rate] * at.number(self.schedule))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from fedsim.clients.base import Dense, Gradient, LocalAlgorithm, RunFacts, State, Step
+from fedsim.clients.base import DenseGradient, Gradient, LocalAlgorithm, RunFacts, State, Step
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
 from fedsim.settings import Ge
@@ -41,7 +41,9 @@ class Proximal(LocalAlgorithm):
 
     carried, evaluates = _inner("carried"), _inner("evaluates")
     sends, receives = _inner("sends"), _inner("receives")
-    remembers, plain_means, parts = _inner("remembers"), _inner("plain_means"), _inner("parts")
+    requires_client_state = _inner("requires_client_state")
+    requires_plain_means = _inner("requires_plain_means")
+    separates_personal = _inner("separates_personal")
     point, phase, finish = _inner("point"), _inner("phase"), _inner("finish")
     report, send, combine = _inner("report"), _inner("send"), _inner("combine")
     label = _inner("label")
@@ -64,7 +66,7 @@ class Proximal(LocalAlgorithm):
         """Make a step of the wrapped algorithm, with the pull added to the gradient."""
         pull = self.algorithm.point(state).sub(state["anchor"])
         pull.mul_(state[PROXIMAL].unsqueeze(1))
-        self.algorithm.step(state, Dense(pull.add_(gradient.dense())), at)
+        self.algorithm.step(state, DenseGradient(pull.add_(gradient.dense())), at)
 
 
 def server_numbers(algorithm: LocalAlgorithm, config: Mapping[str, object]) -> dict[str, float]:

@@ -6,7 +6,15 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from fedsim.clients.base import Combined, Dense, Gradient, RoundMeans, RunFacts, State, Step
+from fedsim.clients.base import (
+    DenseGradient,
+    Gradient,
+    RoundMeans,
+    RunFacts,
+    ServerUpdate,
+    State,
+    Step,
+)
 from fedsim.clients.sgd import SGD
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
@@ -41,8 +49,8 @@ class Scaffold(SGD):
 
     carried: ClassVar[tuple[str, ...]] = ("variate",)
     sends: ClassVar[Mapping[str, Width]] = {"control": "model"}
-    remembers: ClassVar[bool] = True
-    plain_means: ClassVar[bool] = True
+    requires_client_state: ClassVar[bool] = True
+    requires_plain_means: ClassVar[bool] = True
 
     def for_run(self, facts: RunFacts) -> Scaffold:
         """The algorithm itself, or in a private run a `PrivateScaffold` with its settings.
@@ -52,7 +60,7 @@ class Scaffold(SGD):
         FedsimError
             If the variates of a private run would not be a function of the releases.
         """
-        return PrivateScaffold.of(self, facts) if facts.private else self
+        return PrivateScaffold.from_scaffold(self, facts) if facts.private else self
 
     def init(self, theta: Tensor, numbers: State) -> State:
         """Initial state of `SGD`, with a variate of zero."""
@@ -84,7 +92,7 @@ class Scaffold(SGD):
                 state["moved"] = state["moved"] + 1
                 return
         corrected = gradient.dense().sub_(state["variate"]).add_(state["control"])
-        super().step(state, Dense(corrected), at)
+        super().step(state, DenseGradient(corrected), at)
         if self.control == "steps":
             self.add_distance(state, 1.0, state["lr"] * at.number(self.schedule))
 
@@ -105,10 +113,10 @@ class Scaffold(SGD):
         """The change of the variate, ``[n, D]``."""
         return {"control": state["change"]}
 
-    def combine(self, means: RoundMeans) -> Combined:
+    def combine(self, means: RoundMeans) -> ServerUpdate:
         """``c <- c + |S| / N mean (c_i+ - c_i)``."""
         change = means.share * means.sent["control"]
-        return Combined(means.update, {"control": means.received["control"] + change})
+        return ServerUpdate(means.update, {"control": means.received["control"] + change})
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class PrivateScaffold(Scaffold):
     receives: ClassVar[Mapping[str, Width]] = {"control": "model"}
 
     @classmethod
-    def of(cls, scaffold: Scaffold, facts: RunFacts) -> Self:
+    def from_scaffold(cls, scaffold: Scaffold, facts: RunFacts) -> Self:
         """A private SCAFFOLD with the settings of ``scaffold``.
 
         Raises
@@ -159,7 +167,7 @@ class PrivateScaffold(Scaffold):
                 "must be the number of local steps of every client, and client.work empty: the "
                 "server computes the control variate from it."
             )
-        return cls(**vars(scaffold), bound=facts.known_bound(scaffold), steps=facts.steps)
+        return cls(**vars(scaffold), bound=facts.client_bound(scaffold), steps=facts.steps)
 
     def finish(self, state: State) -> Tensor:
         """The client's parameters; updates its variate from the bounded update, as in the sum."""
@@ -176,15 +184,15 @@ class PrivateScaffold(Scaffold):
         """No vectors."""
         return {}
 
-    def combine(self, means: RoundMeans) -> Combined:
+    def combine(self, means: RoundMeans) -> ServerUpdate:
         """``c <- (1 - q) c - q Dy / (K lr)``."""
         state: State = dict.fromkeys(("moved", "speed"), torch.zeros((), dtype=torch.float64))
         for k in range(self.steps):
             self.add_distance(state, 1.0, self.lr * self.schedule(Step(means.round, k)))
         moved = float(state["moved"])
         if not moved:  # a learning rate of 0 (a schedule's end): clients keep their variates
-            return Combined(means.update, means.received)
+            return ServerUpdate(means.update, means.received)
         control = means.received["control"] + means.update / moved
-        return Combined(
+        return ServerUpdate(
             means.update, {"control": means.received["control"] - means.share * control}
         )

@@ -89,7 +89,9 @@ class ClientTraining:
             refuse_vectors(algorithm)
         # A bound scales the vectors that are sent together with the update. An algorithm that sends
         # none and needs plain means applies the same bound itself.
-        is_harmed = algorithm.plain_means if bound.guarantee == "none" else bool(algorithm.sends)
+        is_harmed = (
+            algorithm.requires_plain_means if bound.guarantee == "none" else bool(algorithm.sends)
+        )
         if bound == NoPrivacy("uniform") or not is_harmed:
             return
         name = algorithm.label
@@ -100,7 +102,7 @@ class ClientTraining:
             )
         must = (
             "with mechanism.weighting = 'uniform'"
-            if algorithm.plain_means
+            if algorithm.requires_plain_means
             else "unless clients send their update alone (FedNova does with client.reach)"
         )
         raise FedsimError(

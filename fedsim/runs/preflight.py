@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord
 from torch import nn
 
 from fedsim import optional_packages, regular_files
-from fedsim.clients.base import Dense, Step
+from fedsim.clients.base import DenseGradient, Step
 from fedsim.clients.proximal import Proximal, server_numbers
 from fedsim.config import RunConfig
 from fedsim.config.sections import TaskSection
@@ -332,7 +332,7 @@ def _try_step(resolved: Resolved) -> None:
     if isinstance(algorithm, Proximal):  # the inner step is the one that a user may have written
         algorithm = algorithm.algorithm
     result: object = algorithm.step(
-        algorithm.sample(width), Dense(torch.zeros(1, width)), Step(1, 0)
+        algorithm.example_state(width), DenseGradient(torch.zeros(1, width)), Step(1, 0)
     )
     if result is not None:
         raise FedsimError(

@@ -65,7 +65,9 @@ class PersistentState:
         directory: Path | None = None,
     ) -> None:
         self.kind, self.algorithm, self.personal = kind, algorithm, personal
-        if kind != "client" and (personal or algorithm.evaluates or algorithm.remembers):
+        if kind != "client" and (
+            personal or algorithm.evaluates or algorithm.requires_client_state
+        ):
             raise FedsimError(
                 f"client.state is '{kind}'; it must be 'client' where clients keep "
                 "parameters to themselves (model.personal, or an algorithm with a model or a "

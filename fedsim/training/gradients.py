@@ -5,8 +5,8 @@ Rows are packed (`fedsim.rows.packing`): ``D`` is ``d`` plus gaps of zeros.
 The weight gradient of a dense layer is a product of two factors, the layer's inputs and the
 gradients of its outputs. It is as large as the layer, while its factors are only as large as a
 batch. A plain step does nothing but subtract it. So the layered path returns the factors, and the
-step subtracts their product directly from the weights (`Factored.subtract_from`): the gradient is
-never written to memory. Norms and distances follow from the factors as well.
+step subtracts their product directly from the weights (`FactoredGradient.subtract_from`): the
+gradient is never written to memory. Norms and distances follow from the factors as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedsim.clients.base import Dense, Gradient, slice_of
+from fedsim.clients.base import DenseGradient, Gradient, require_slice
 from fedsim.rows.packing import Packing, aligned_empty, product
 
 WIDE = 16  # columns from which on libraries multiply as they do large matrices
@@ -57,7 +57,7 @@ class RowViews(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ParameterGradients:
     """Gradients written out parameter by parameter, as autograd gives them.
 
     Attributes
@@ -69,20 +69,22 @@ class Parts:
         The row at which they were taken, if the model's parameters are views of it.
     """
 
-    parts: Mapping[str, Tensor]
+    by_name: Mapping[str, Tensor]
     packing: Packing
     row_views: RowViews | None = None
 
-    def __getitem__(self, clients: slice) -> Parts:
+    def __getitem__(self, clients: slice) -> ParameterGradients:
         """Gradients of these clients."""
-        some = slice_of(clients)
-        return Parts({k: gradient[some] for k, gradient in self.parts.items()}, self.packing)
+        some = require_slice(clients)
+        return ParameterGradients(
+            {k: gradient[some] for k, gradient in self.by_name.items()}, self.packing
+        )
 
     def dense(self) -> Tensor:
         """Packed rows ``[n, D]`` of the gradients."""
-        first = next(iter(self.parts.values()))
+        first = next(iter(self.by_name.values()))
         out = first.new_zeros(len(first), self.packing.width)
-        for name, gradient in self.parts.items():
+        for name, gradient in self.by_name.items():
             out[:, self.packing.slices[name]].view(gradient.shape).copy_(gradient)
         return out
 
@@ -95,7 +97,7 @@ class Parts:
             return
         into = theta if out is None else out
         for name, packed in self.packing.slices.items():
-            gradient = self.parts.get(name)
+            gradient = self.by_name.get(name)
             if gradient is None:
                 into[:, packed] = theta[:, packed]
                 continue
@@ -107,26 +109,26 @@ class Parts:
     def distance(self, other: Gradient) -> Tensor:
         """L2 distances ``[n]``, computed parameter by parameter."""
         # A model that branches may give one of the two a gradient that the other lacks.
-        if not isinstance(other, Parts) or {*self.parts} != {*other.parts}:
-            return Dense(self.dense()).distance(other)
-        return _joint_norms(part - other.parts[name] for name, part in self.parts.items())
+        if not isinstance(other, ParameterGradients) or {*self.by_name} != {*other.by_name}:
+            return DenseGradient(self.dense()).distance(other)
+        return _joint_norms(part - other.by_name[name] for name, part in self.by_name.items())
 
     def norms(self) -> Tensor:
         """L2 norms ``[n]``, from the norms of the parameters' gradients."""
-        return _joint_norms(self.parts.values())
+        return _joint_norms(self.by_name.values())
 
-    def scaled(self, factors: Tensor) -> Parts:
+    def scaled(self, factors: Tensor) -> ParameterGradients:
         """The gradients times ``factors [n]``."""
         parts = {
             name: part * factors.view(-1, *[1] * (part.dim() - 1))
-            for name, part in self.parts.items()
+            for name, part in self.by_name.items()
         }
-        return Parts(parts, self.packing)
+        return ParameterGradients(parts, self.packing)
 
-    def peak(self) -> Tensor:
+    def max_abs(self) -> Tensor:
         """Largest absolute coordinate, ``[n]``."""
         return torch.stack(
-            [Dense(gradient.flatten(1)).peak() for gradient in self.parts.values()]
+            [DenseGradient(gradient.flatten(1)).max_abs() for gradient in self.by_name.values()]
         ).amax(0)
 
 
@@ -138,7 +140,7 @@ def _joint_norms(parts: Iterable[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Factor:
+class LayerFactors:
     """Factors of one dense layer's gradient: ``delta^T x`` is its weight gradient.
 
     Attributes
@@ -156,9 +158,9 @@ class Factor:
     weight: slice | None
     bias: slice | None
 
-    def __getitem__(self, clients: slice | None) -> Factor:
+    def __getitem__(self, clients: slice | None) -> LayerFactors:
         """Factors of these clients; with None, one client's factors as a block of one."""
-        return Factor(self.x[clients], self.delta[clients], self.weight, self.bias)
+        return LayerFactors(self.x[clients], self.delta[clients], self.weight, self.bias)
 
 
 def distance_between(square: Tensor, other: Tensor, inner: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ def distance_between(square: Tensor, other: Tensor, inner: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Factored:
+class FactoredGradient:
     """Gradients of a chain of dense layers, as factors.
 
     Attributes
@@ -179,13 +181,13 @@ class Factored:
     packing : Packing
     """
 
-    factors: Sequence[Factor]
+    factors: Sequence[LayerFactors]
     packing: Packing
 
-    def __getitem__(self, clients: slice) -> Factored:
+    def __getitem__(self, clients: slice) -> FactoredGradient:
         """Gradients of these clients."""
-        some = slice_of(clients)
-        return Factored([factor[some] for factor in self.factors], self.packing)
+        some = require_slice(clients)
+        return FactoredGradient([factor[some] for factor in self.factors], self.packing)
 
     def dense(self) -> Tensor:
         """Packed rows ``[n, D]`` of the gradients, multiplied out."""
@@ -223,15 +225,15 @@ class Factored:
 
     def distance(self, other: Gradient) -> Tensor:
         """L2 distances ``[n]``, from inner products of the factors."""
-        if not isinstance(other, Factored):
-            return Dense(self.dense()).distance(other)
+        if not isinstance(other, FactoredGradient):
+            return DenseGradient(self.dense()).distance(other)
         return distance_between(self._inner(self), other._inner(other), self._inner(other))
 
     def norms(self) -> Tensor:
         """L2 norms ``[n]``, from inner products of the factors."""
         return self._inner(self).clamp_(min=0).sqrt_()
 
-    def _inner(self, other: Factored) -> Tensor:
+    def _inner(self, other: FactoredGradient) -> Tensor:
         """Inner product of the two gradients, ``[n]``.
 
         It is the sum over pairs of examples of ``(x_i . x_j) (delta_i . delta_j)``, added up over
@@ -248,16 +250,16 @@ class Factored:
         assert total is not None
         return total.flatten(1).sum(1)
 
-    def scaled(self, factors: Tensor) -> Factored:
+    def scaled(self, factors: Tensor) -> FactoredGradient:
         """The gradients times ``factors [n]``, by scaling the output gradients."""
         scaled = []
         for factor in self.factors:
             delta = aligned_empty(factor.delta, *factor.delta.shape)
             torch.mul(factor.delta, factors.view(-1, 1, 1), out=delta)
             scaled.append(replace(factor, delta=delta))
-        return Factored(scaled, self.packing)
+        return FactoredGradient(scaled, self.packing)
 
-    def peak(self) -> Tensor:
+    def max_abs(self) -> Tensor:
         """Upper bound of the coordinates from the factors: ``max_o sum_b |delta_bo| max |x|``."""
         bounds = []
         for factor in self.factors:

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.clients.base import Dense, State, Step
+from fedsim.clients.base import DenseGradient, State, Step
 from fedsim.rows.packing import LINE
-from fedsim.training.gradients import Factor, Factored, Parts
+from fedsim.training.gradients import FactoredGradient, LayerFactors, ParameterGradients
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.program import Program
 from fedsim.training.steps import Stepper
@@ -80,7 +80,7 @@ class StepGraphs:
         self._rows = 0
 
     def __call__(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
-        """As `Stepper.eager`; the new state is in buffers that the next block overwrites."""
+        """As `Stepper.step_eagerly`; the new state is in buffers that the next block overwrites."""
         try:
             return self._replayed(state, index, weight, step)
         except BaseException:
@@ -125,7 +125,7 @@ class StepGraphs:
                 self.graphs.popitem(last=False)
         if phase is None or not self.can_capture:
             state = _entries(buffered)
-            losses = self.stepper.eager(state, buffered[INDEX], buffered[WEIGHT], step)
+            losses = self.stepper.step_eagerly(state, buffered[INDEX], buffered[WEIGHT], step)
             return state, losses
         self.graphs.move_to_end(key)
         captured = self.graphs[key]
@@ -147,7 +147,7 @@ class StepGraphs:
 
         def work() -> tuple[State, Tensor]:
             state = _entries(buffered)
-            losses = self.stepper.eager(state, buffered[INDEX], buffered[WEIGHT], clock)
+            losses = self.stepper.step_eagerly(state, buffered[INDEX], buffered[WEIGHT], clock)
             # Steps may leave new tensors in the state. Copying them back into the buffers is part
             # of the graph, so that the next replay finds what this one left.
             return self._buffered(state, rows)[0], losses
@@ -256,7 +256,7 @@ def _map_tensors(value: Any, name: str, change: Callable[[str, Tensor], Tensor])
         return {key: _map_tensors(entry, f"{name}.{key}", change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_map_tensors(entry, f"{name}.{i}", change) for i, entry in enumerate(value)]
-    if isinstance(value, Dense | Parts | Factored | Factor):
+    if isinstance(value, DenseGradient | ParameterGradients | FactoredGradient | LayerFactors):
         entry = {f.name: getattr(value, f.name) for f in fields(value)}
         return replace(value, **_map_tensors(entry, name, change))
     return value  # a gradient's fields that are not tensors

@@ -31,7 +31,7 @@ from fedsim.training.payload import PERSONAL, Payload, ReceivedVectors
 from fedsim.training.plain_steps import plain_loop
 from fedsim.training.private_steps import PrivateLoop, max_chunk
 from fedsim.training.probe import Probe, gradient_methods
-from fedsim.training.steps import EndState, RoundClients, StepLoop, Stepper
+from fedsim.training.steps import RoundClients, StepLoop, StepLoopResult, Stepper
 
 _MANY = 2**31
 """Examples of a client that is larger than any real one."""
@@ -194,7 +194,9 @@ class LocalRounds:
         self._begin_round(clients)
         # Each client gets its own copies, since an algorithm may change them in place.
         named = {k: v.expand(n, -1).clone() for k, v in received.named.items()}
-        if self.stepper.algorithm.parts:  # it treats the personal parameters differently
+        if (
+            self.stepper.algorithm.separates_personal
+        ):  # it treats the personal parameters differently
             named[PERSONAL_MASK] = self.client_state.personal.mask.expand(n, -1)
         if not self.trained.model.training:
             set_training(self.trained.model)
@@ -204,17 +206,17 @@ class LocalRounds:
             carried = CarriedState(np.zeros(n, dtype=np.bool_), {})
             return BlockResult(start.clone(), sent, carried, metrics)
         loop = self._loop(clients)
-        end = loop.run(
+        steps = loop.run(
             start,
             {k: torch.from_numpy(v).to(start) for k, v in values.items()} | named,
             clients.carried,
         )
         if personal := self.client_state.personal:
-            end.carried[PERSONAL] = end.theta[:, personal.positions]
+            steps.carried[PERSONAL] = steps.theta[:, personal.positions]
         if self.reports_loss:
             metrics["loss"] = loop.mean_losses()
-        metrics |= _columns(end.reports)
-        return BlockResult(end.theta, end.sent, _final_state(end), metrics)
+        metrics |= _columns(steps.reports)
+        return BlockResult(steps.theta, steps.sent, _final_state(steps), metrics)
 
     def finish(self, carried: CarriedState, clients: RoundClients) -> None:
         """Store the state that clients keep: the last thing that happens in a block's round."""
@@ -339,11 +341,11 @@ def _columns(reports: Mapping[str, Tensor]) -> dict[str, Floats]:
     return {name: values.double().cpu().numpy().copy() for name, values in reports.items()}
 
 
-def _final_state(end: EndState) -> CarriedState:
+def _final_state(result: StepLoopResult) -> CarriedState:
     """The state that clients keep at the end of a round."""
-    carried = {name: _own_memory(rows, end.theta) for name, rows in end.carried.items()}
-    finite = torch.ones(len(end.theta), dtype=torch.bool, device=end.theta.device)
-    for rows in (end.theta, *carried.values()) if carried else ():
+    carried = {name: _own_memory(rows, result.theta) for name, rows in result.carried.items()}
+    finite = torch.ones(len(result.theta), dtype=torch.bool, device=result.theta.device)
+    for rows in (result.theta, *carried.values()) if carried else ():
         finite &= torch.isfinite(rows.reshape(len(rows), -1)).all(1).to(finite.device)
     return CarriedState(finite.cpu().numpy(), carried)
 

@@ -33,7 +33,7 @@ def plain_loop(
 ) -> StepLoop:
     """The fastest loop over a block's batches; parameters as of `StepLoop`."""
     # On a GPU steps are captured, or limited by launches: the general loop is fastest there.
-    if stepper.device.type == "cpu" and stepper.captured is None:
+    if stepper.device.type == "cpu" and stepper.captured_step is None:
         if isinstance(stepper.path, Program):
             return ProgramLoop(stepper, stepper.path, batches, round)
         if isinstance(stepper.path, PlainPath):
@@ -52,7 +52,7 @@ class SequentialLoop(StepLoop):
         super().__init__(stepper, batches, round, seeds)
         self._losses = np.zeros(batches.weight.shape)
 
-    def all_steps(self, state: State, k: int, steps: int) -> None:
+    def run_client(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``, from ``state`` and in it."""
         stepper, path = self.stepper, self.stepper.path
         assert isinstance(path, PlainPath)
@@ -114,7 +114,7 @@ class ProgramLoop(StepLoop):
         x = self.stepper.data.inputs(self._by_step[index, :active], self.stepper.dtype)
         self._step(state, x, index, 0)
 
-    def all_steps(self, state: State, k: int, steps: int) -> None:
+    def run_client(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``, from ``state`` and in it."""
         for chunk in _step_chunks(self, steps):
             inputs = self.stepper.data.inputs(self.index[k, chunk], self.stepper.dtype)

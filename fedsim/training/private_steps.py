@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsim.clients.base import Dense, State, Step
+from fedsim.clients.base import DenseGradient, State, Step
 from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.mechanisms.base import without_noise
 from fedsim.privacy.local_work import LocalWork
@@ -14,7 +14,7 @@ from fedsim.training.batches import MAX_CHUNK, Batches
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.side_effects import Seeds
-from fedsim.training.steps import EndState, RoundClients, StepLoop, Stepper
+from fedsim.training.steps import RoundClients, StepLoop, StepLoopResult, Stepper
 
 GPU_CHUNK = 256
 MECHANISM = "mechanism."
@@ -94,7 +94,7 @@ class PrivateLoop(StepLoop):
         stepper = self.stepper
         # The guarantee rests on this: the release is all that the algorithm sees of the examples.
         mean = self._noisy_mean(stepper.algorithm.point(state), index, active)
-        gradient = Dense(stepper.packing.pack(mean))
+        gradient = DenseGradient(stepper.packing.pack(mean))
         stepper.algorithm.step(state, gradient, Step(self.round, index))
 
     def _noisy_mean(self, point: Tensor, index: int, active: int) -> Tensor:
@@ -121,9 +121,9 @@ class PrivateLoop(StepLoop):
         self.state = dict(release.state)
         return release.mean
 
-    def end(self, state: State, first: int) -> EndState:
+    def results(self, state: State, first: int) -> StepLoopResult:
         """Results of the clients from position ``first`` on, with the bound mechanism's state."""
-        end = super().end(state, first)
+        end = super().results(state, first)
         if self.keeps_state:
             # It has rows for the clients of the last step only; the ones that end are its last.
             clients = slice(first, first + len(end.theta))

@@ -70,17 +70,17 @@ class Stepper:
         Positions in a packed row of batch statistics: the model itself writes them when it runs,
         and no update rule (weight decay, a proximal term) may change them.
     captured : callable, optional
-        Does what `eager` does by CUDA graphs: `fedsim.training.graphs.StepGraphs`.
+        Does what `step_eagerly` does by CUDA graphs: `fedsim.training.graphs.StepGraphs`.
     """
 
     path: Path
     data: ClientData
     algorithm: LocalAlgorithm
     packing: Packing
-    carried: tuple[str, ...] = ()
+    carried_entries: tuple[str, ...] = ()
     max_norm: float = 0.0
     statistics: Tensor | None = None
-    captured: Callable[[State, Tensor, Tensor, Step], Tensor] | None = None
+    captured_step: Callable[[State, Tensor, Tensor, Step], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +92,7 @@ class Stepper:
         """The model's dtype."""
         return self.packing.layout.dtype
 
-    def eager(
+    def step_eagerly(
         self,
         state: State,
         index: Tensor,
@@ -143,7 +143,7 @@ class Stepper:
 
 
 @dataclass(frozen=True)
-class EndState:
+class StepLoopResult:
     """Results of clients' local steps.
 
     Attributes
@@ -161,9 +161,9 @@ class EndState:
     carried: dict[str, Tensor]
     sent: dict[str, Tensor]
 
-    def clone(self) -> EndState:
+    def clone(self) -> StepLoopResult:
         """A copy in memory of its own."""
-        return EndState(
+        return StepLoopResult(
             self.theta.clone(),
             *(
                 {name: rows.clone() for name, rows in named.items()}
@@ -172,16 +172,18 @@ class EndState:
         )
 
     @classmethod
-    def joined(cls, groups: list[EndState], theta: Tensor | None = None) -> EndState:
+    def concatenate(
+        cls, groups: list[StepLoopResult], theta: Tensor | None = None
+    ) -> StepLoopResult:
         """Join groups of clients, in their order; give ``theta`` if its rows are joined already."""
         if len(groups) == 1:
             return groups[0]
         first = groups[0]
         return cls(
-            torch.cat([end.theta for end in groups]) if theta is None else theta,
-            {k: torch.cat([end.reports[k] for end in groups]) for k in first.reports},
-            {k: torch.cat([end.carried[k] for end in groups]) for k in first.carried},
-            {k: torch.cat([end.sent[k] for end in groups]) for k in first.sent},
+            torch.cat([group.theta for group in groups]) if theta is None else theta,
+            {k: torch.cat([group.reports[k] for group in groups]) for k in first.reports},
+            {k: torch.cat([group.carried[k] for group in groups]) for k in first.carried},
+            {k: torch.cat([group.sent[k] for group in groups]) for k in first.sent},
         )
 
 
@@ -212,48 +214,52 @@ class StepLoop:
         self.weight = torch.from_numpy(batches.weight).to(stepper.device, stepper.dtype)
         self.losses: list[Tensor] = []
 
-    def run(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
+    def run(self, start: Tensor, numbers: State, carried: CarriedState) -> StepLoopResult:
         """Run all steps, from packed parameters ``start [n, D]`` (perhaps one expanded row).
 
         State ``carried`` from earlier rounds replaces entries of the initial state.
         """
         if self.sequential:
-            return self._one_by_one(start, numbers, carried)
+            return self._run_one_by_one(start, numbers, carried)
         steps = self.batches.steps
-        state = self.start(start.clone(), numbers, carried)
+        state = self.init_state(start.clone(), numbers, carried)
         active = len(steps)
-        groups: list[EndState] = []
+        groups: list[StepLoopResult] = []
         with exact(self.stepper.device):
             for index in range(int(steps[0])):
                 remaining = int((steps > index).sum())
                 if remaining < active:
                     # Clients without further steps are the last rows: they end here.
-                    groups.append(self.end({k: v[remaining:] for k, v in state.items()}, remaining))
+                    groups.append(
+                        self.results({k: v[remaining:] for k, v in state.items()}, remaining)
+                    )
                     state = {k: v[:remaining] for k, v in state.items()}
                     active = remaining
                 self.step(state, index, active)
-        groups.append(self.end(state, 0))
+        groups.append(self.results(state, 0))
         groups.reverse()  # those with most steps come first, and end last
-        return EndState.joined(groups)
+        return StepLoopResult.concatenate(groups)
 
-    def _one_by_one(self, start: Tensor, numbers: State, carried: CarriedState) -> EndState:
-        ends, theta = [], empty_rows(len(start), start.shape[1], start.dtype)
+    def _run_one_by_one(
+        self, start: Tensor, numbers: State, carried: CarriedState
+    ) -> StepLoopResult:
+        results, theta = [], empty_rows(len(start), start.shape[1], start.dtype)
         for k, steps in enumerate(self.batches.steps.tolist()):
             client, row = slice(k, k + 1), theta[k : k + 1]
             # Copied here, not for all clients at once: the row just written is in the cache.
             own_numbers = {name: values[client] for name, values in numbers.items()}
-            state = self.start(row.copy_(start[client]), own_numbers, carried.at(client))
-            self.all_steps(state, k, steps)
-            end = self.end(state, 0)
-            if end.theta.data_ptr() != row.data_ptr():
-                row.copy_(end.theta)
-            ends.append(end)
-        return EndState.joined(ends, theta)
+            state = self.init_state(row.copy_(start[client]), own_numbers, carried.at(client))
+            self.run_client(state, k, steps)
+            result = self.results(state, 0)
+            if result.theta.data_ptr() != row.data_ptr():
+                row.copy_(result.theta)
+            results.append(result)
+        return StepLoopResult.concatenate(results, theta)
 
-    def start(self, theta: Tensor, numbers: State, carried: CarriedState) -> State:
+    def init_state(self, theta: Tensor, numbers: State, carried: CarriedState) -> State:
         """The initial state; parameters as in `run`."""
         state = self.stepper.algorithm.init(theta, numbers)
-        for name in self.stepper.carried:
+        for name in self.stepper.carried_entries:
             if name in state:
                 state[name] = carried.entry(name, default=state[name])
         return state
@@ -261,26 +267,26 @@ class StepLoop:
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
         examples, weight = self.index[:active, index], self.weight[:active, index]
-        at, captured = Step(self.round, index), self.stepper.captured
+        at, captured = Step(self.round, index), self.stepper.captured_step
         if captured is not None and self.seeds is None:
             losses = captured(state, examples, weight, at)
         else:
             seeds = None if self.seeds is None else self.seeds.of_step(index, active)[:, 0].tolist()
-            losses = self.stepper.eager(state, examples, weight, at, seeds)
+            losses = self.stepper.step_eagerly(state, examples, weight, at, seeds)
         self.losses.append(losses)
 
-    def all_steps(self, state: State, k: int, steps: int) -> None:
+    def run_client(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``, from ``state`` and in it; of a loop that is `sequential`."""
         raise NotImplementedError
 
-    def end(self, state: State, first: int) -> EndState:
+    def results(self, state: State, first: int) -> StepLoopResult:
         """Results of the clients from position ``first`` on, whose rows ``state`` has."""
         algorithm = self.stepper.algorithm
         theta = algorithm.finish(state)
-        carried = {name: state[name] for name in self.stepper.carried if name in state}
-        end = EndState(theta, algorithm.report(state), carried, algorithm.send(state))
+        carried = {name: state[name] for name in self.stepper.carried_entries if name in state}
+        result = StepLoopResult(theta, algorithm.report(state), carried, algorithm.send(state))
         # Later captured steps overwrite the buffers that hold these results.
-        return end if self.stepper.captured is None else end.clone()
+        return result if self.stepper.captured_step is None else result.clone()
 
     @property
     def example_losses(self) -> Floats:

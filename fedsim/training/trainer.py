@@ -177,7 +177,7 @@ class Trainer:
             self.max_grad_norm,
             positions_of(packing, statistics, self.device) if statistics else None,
         )
-        stepper.captured = captured_steps(stepper, self.block_size)
+        stepper.captured_step = captured_steps(stepper, self.block_size)
         return LocalRounds(
             trained,
             stepper,
@@ -201,7 +201,7 @@ class Trainer:
             names.append("loss")
         if self.client_state.kind != "reset":
             names.append("fresh-state")
-        return (*names, *self.algorithm.report(self.algorithm.sample(1)))
+        return (*names, *self.algorithm.report(self.algorithm.example_state(1)))
 
     def receive(self, config: Mapping[str, object]) -> None:
         """Read the entries of a round's config that are for clients.

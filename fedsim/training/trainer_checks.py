@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedsim.arguments import expected, require, shown
 from fedsim.array_types import Ints
-from fedsim.clients.base import PERSONAL_MASK, Dense, LocalAlgorithm, Step, refuse_vectors
+from fedsim.clients.base import PERSONAL_MASK, DenseGradient, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.models.normalization import KEEP_FIXED, fixed_statistics, statistics_of
 from fedsim.models.parameters import refuse_gradient_hooks
@@ -193,7 +193,7 @@ def check_algorithm(algorithm: LocalAlgorithm, *, personal: bool) -> None:
             f"{', '.join(algorithm.receives)} beside the parameters, made of all that is trained; "
             "it must be unset, or client.name another algorithm."
         )
-    if algorithm.parts and not personal:
+    if algorithm.separates_personal and not personal:
         raise FedsimError(
             f"model.personal is empty; {name} (client.name) needs the "
             "patterns of the parameters that each client keeps to itself, such as 'head.*'."
@@ -247,13 +247,13 @@ def _rounds(algorithm: LocalAlgorithm, clients: slice, personal: bool) -> dict[s
         numbers = {k: start.new_full((len(start),), v) for k, v in algorithm.numbers().items()}
         for name, width in algorithm.receives.items():
             numbers[name] = normal_rows(1) if width == "model" else normal_rows(1)[:, :1]
-        if algorithm.parts:
+        if algorithm.separates_personal:
             numbers[PERSONAL_MASK] = (torch.arange(_WIDTH) < 2).to(start).expand_as(start)
         state = algorithm.init(start.clone(), numbers)
         state |= {name: values for name, values in carried.items() if name in state}
         for index in range(_STEPS):
             algorithm.point(state)
-            algorithm.step(state, Dense(normal_rows(_CLIENTS)), Step(number, index))
+            algorithm.step(state, DenseGradient(normal_rows(_CLIENTS)), Step(number, index))
         theta = algorithm.finish(state)
         carried = {name: state[name] for name in algorithm.carried if name in state}
         results = {"update": theta - start, **carried}
@@ -308,7 +308,7 @@ def check_statistics(
             "among what is trained (model.trainable) and what clients keep (model.personal)."
         )
     algorithm = copy.deepcopy(algorithm)  # it may keep state of its own
-    state = algorithm.sample(1)
+    state = algorithm.example_state(1)
     for index in range(_STEPS):
         if algorithm.point(state) is not state["theta"]:
             raise FedsimError(
@@ -316,5 +316,5 @@ def check_statistics(
                 f"{algorithm.label} (client.name) takes gradients at others too; it must "
                 "be another algorithm, such as sgd, adam or fedrep."
             )
-        algorithm.step(state, Dense(torch.zeros_like(state["theta"])), Step(1, index))
+        algorithm.step(state, DenseGradient(torch.zeros_like(state["theta"])), Step(1, index))
     return statistics

@@ -9,7 +9,7 @@ from clients_helpers import make_data, make_mlp
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, Step
-from fedsim.clients.base import Dense
+from fedsim.clients.base import DenseGradient
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, Trainer
 
@@ -20,7 +20,9 @@ def iterate(algorithm, theta, gradients, round=1):
     numbers = {k: torch.tensor([v], dtype=torch.float64) for k, v in algorithm.numbers().items()}
     state = algorithm.init(theta, numbers)
     for index, g in enumerate(gradients):
-        algorithm.step(state, Dense(torch.tensor([g], dtype=torch.float64)), Step(round, index))
+        algorithm.step(
+            state, DenseGradient(torch.tensor([g], dtype=torch.float64)), Step(round, index)
+        )
     return state
 
 

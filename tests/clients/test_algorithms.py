@@ -22,7 +22,7 @@ from fedsim.clients import (
     Schedule,
     Step,
 )
-from fedsim.clients.base import Dense, RunFacts
+from fedsim.clients.base import DenseGradient, RunFacts
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
@@ -46,7 +46,7 @@ def quadratic(algorithm, steps, theta, hessian):
     numbers = {k: torch.tensor([v], dtype=torch.float64) for k, v in algorithm.numbers().items()}
     state = algorithm.init(theta.clone().unsqueeze(0), numbers)
     for index in range(steps):
-        gradient = Dense(algorithm.point(state) @ hessian)
+        gradient = DenseGradient(algorithm.point(state) @ hessian)
         algorithm.step(state, gradient, Step(1, index))
     return algorithm.finish(state)[0], state
 
@@ -107,8 +107,8 @@ def test_a_proximal_algorithm_has_every_hook_of_the_one_inside():
     inner = AdadpLR(lr=0.1)
     assert Proximal(inner, mu=0.5).for_run(facts) == Proximal(inner.for_run(facts), mu=0.5)
     hooks = {name for name in vars(LocalAlgorithm) if not name.startswith("_")}
-    # `sample` is made of other hooks.
-    assert hooks - set(vars(Proximal)) == {"sample"}
+    # `example_state` is made of other hooks.
+    assert hooks - set(vars(Proximal)) == {"example_state"}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)

@@ -96,7 +96,7 @@ class Remembering(SGD):
 
 
 def check(algorithm: LocalAlgorithm, personal: bool = False) -> None:
-    check_algorithm(algorithm, personal=personal or algorithm.parts)
+    check_algorithm(algorithm, personal=personal or algorithm.separates_personal)
 
 
 MIXED: list[LocalAlgorithm] = [

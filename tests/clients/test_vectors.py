@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
 from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
-from fedsim.clients.base import Dense, RoundMeans, RunFacts, Step
+from fedsim.clients.base import DenseGradient, RoundMeans, RunFacts, Step
 from fedsim.clients.scaffold import PrivateScaffold
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record, tensors
@@ -278,7 +278,7 @@ def test_fednova_with_a_declared_reach_sends_its_direction_alone() -> None:
     for step in range(3):
         # The first client takes two steps, the second three.
         kept = {name: value.clone() for name, value in state.items()}
-        algorithm.step(state, Dense(gradients.clone()), Step(1, step))
+        algorithm.step(state, DenseGradient(gradients.clone()), Step(1, step))
         if step == 2:
             state = {name: torch.cat([kept[name][:1], state[name][1:]]) for name in state}
     updates = algorithm.finish(state)

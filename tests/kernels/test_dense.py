@@ -21,7 +21,7 @@ from fedsim.kernels.building import FUSED
 from fedsim.kernels.dense import DenseKernel, DenseShape, is_compiled, self_test
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
-from fedsim.training.gradients import Factored
+from fedsim.training.gradients import FactoredGradient
 from fedsim.training.paths.dense_layers import CompiledGradient, DenseLayer, DenseLayers
 
 compiled = pytest.mark.skipif(not is_compiled(torch.float32), reason="there is no C compiler")
@@ -109,7 +109,7 @@ def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
     layers, packing, *rest = block
     kind, ours = results(DenseLayers(layers, packing, compiled=True), *rest)
     eager_kind, torchs = results(DenseLayers(layers, packing, compiled=False), *rest)
-    assert (kind, eager_kind) == (CompiledGradient, Factored)
+    assert (kind, eager_kind) == (CompiledGradient, FactoredGradient)
     # Sums of some thousand products of normal numbers may cancel, and keep their terms' rounding.
     tolerance = 1e-4 if rest[0].dtype == torch.float32 else 1e-12
     for mine, other in zip(ours, torchs, strict=True):
@@ -269,7 +269,7 @@ def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> Non
     x = torch.ones(1, 4, 8, dtype=dtype)
     dense_layers = DenseLayers(layers, packing, compiled=True)
     theta = torch.zeros(1, packing.width, dtype=dtype)
-    assert isinstance(dense_layers.gradient(theta, x, torch.ones_like)[0], Factored)
+    assert isinstance(dense_layers.gradient(theta, x, torch.ones_like)[0], FactoredGradient)
 
 
 @compiled

@@ -225,7 +225,7 @@ def test_a_captured_step_pads_with_copies_too(monkeypatch):
     graphs = Graphs().double()
     plain = trainer_of(graphs, data=data, path="plain", batch=4)
     trainer = trainer_of(graphs, data=data, path="func", batch=4)
-    trainer.stepper.captured = StepGraphs(trainer.stepper, Tape(), 4)
+    trainer.stepper.captured_step = StepGraphs(trainer.stepper, Tape(), 4)
     got = joined(trainer.train(trainer.initial(), np.arange(3), 1))[0]
     torch.testing.assert_close(got, rows_of(plain), rtol=0, atol=1e-10)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from toy_clients import training
 
 from fedsim.clients import SGD
-from fedsim.clients.base import Dense, Gradient, State, Step
+from fedsim.clients.base import DenseGradient, Gradient, State, Step
 from fedsim.engines import LocalGrid, array_record
 from fedsim.federation.engines.workers import guarded_blocks, pack, unpack
 from fedsim.federation.exchange import Instructions, Recipients
@@ -272,7 +272,7 @@ class Aliased(SGD):
     """Keeps the very tensor in which its model lies."""
 
     carried = ("theta",)
-    remembers = True
+    requires_client_state = True
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -303,7 +303,7 @@ class SentMomentum(SGD):
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         average = state["average"].mul_(0.5).add_(gradient.dense())
-        super().step(state, Dense(average.clone()), at)
+        super().step(state, DenseGradient(average.clone()), at)
 
     def send(self, state: State) -> dict[str, Tensor]:
         return {"average": state["average"]}

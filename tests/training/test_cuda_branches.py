@@ -51,13 +51,13 @@ def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monke
     trainer = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), path)
     vector = pretend(trainer.initial())
     trainer = as_if_on_a_gpu(monkeypatch, trainer)
-    eager = trainer.stepper.eager
+    eager = trainer.stepper.step_eagerly
 
     def watched(*step):
         with NoReadingBack():
             return eager(*step)
 
-    trainer.stepper.eager = watched
+    trainer.stepper.step_eagerly = watched
     for got, wanted in zip(rounds(trainer, vector, [range(7)] * 2), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
@@ -78,7 +78,7 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         monkeypatch.setattr(model, "to", lambda device: model)
         trainer = make_trainer(model, algorithm, clients, "auto", device="cuda")
         assert trainer.path.name == "layered"
-        trainer.stepper.captured = None
+        trainer.stepper.captured_step = None
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         sources = [Randomness(0)] * len(own)
         for t in (1, 2):
@@ -139,7 +139,7 @@ def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
         trainer = make_trainer(make_mlp(), ALGORITHMS["adadp"], make_data([9, 9, 9]), "auto")
         trainer.workload.work = dataclasses.replace(trainer.workload.work, epochs=epochs)
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
-        trainer.stepper.captured = StepGraphs(trainer.stepper, Tape(), 4)
+        trainer.stepper.captured_step = StepGraphs(trainer.stepper, Tape(), 4)
         asked.clear()
         next(trainer.train(pretend(trainer.initial()), np.arange(3), 1))
         counts.add(len(asked))

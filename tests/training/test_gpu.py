@@ -37,7 +37,7 @@ def make(kind, algorithm, path, device, dtype=torch.float64, sizes=SIZES, **sett
 
 def eager(trainer):
     """The trainer, whose steps are made for the same rows without a graph."""
-    trainer.stepper.captured.can_capture = False
+    trainer.stepper.captured_step.can_capture = False
     return trainer
 
 
@@ -53,8 +53,8 @@ def test_every_path_and_algorithm_agrees_with_the_cpu(kind, path, name):
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     if path != "plain":
-        assert gpu.stepper.captured.can_capture
-        assert gpu.stepper.captured.graphs
+        assert gpu.stepper.captured_step.can_capture
+        assert gpu.stepper.captured_step.graphs
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "adadp"])
@@ -77,8 +77,8 @@ def test_captured_steps_are_the_eager_ones_to_the_byte(kind, path, name, dtype):
     plainly = eager(make(kind, ALGORITHMS[name], path, "cuda", dtype))
     expected, got = (rounds(t, t.initial(), COHORTS) for t in (plainly, captured))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert captured.stepper.captured.can_capture
-    assert captured.stepper.captured.graphs
+    assert captured.stepper.captured_step.can_capture
+    assert captured.stepper.captured_step.graphs
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -107,7 +107,8 @@ def test_a_graph_that_the_collector_frees_spoils_no_other_trainers_capture():
             trainer.itself = trainer  # a cycle: it goes when the collector runs
             rounds(trainer, trainer.initial(), COHORTS[:1])
             captured.append(
-                trainer.stepper.captured.can_capture and bool(trainer.stepper.captured.graphs)
+                trainer.stepper.captured_step.can_capture
+                and bool(trainer.stepper.captured_step.graphs)
             )
             del trainer
     finally:
@@ -137,8 +138,8 @@ def test_adadps_network_is_captured_and_a_run_repeats_to_the_byte():
         trainer = cifar_trainer("cuda")
         assert trainer.path.name == "func"
         found += rounds(trainer, trainer.initial(), [range(5)])
-        assert trainer.stepper.captured.can_capture
-        assert trainer.stepper.captured.graphs
+        assert trainer.stepper.captured_step.can_capture
+        assert trainer.stepper.captured_step.graphs
     assert torch.equal(*found)
     plain = cifar_trainer("cpu", "plain")
     expected = rounds(plain, plain.initial(), [range(5)])[0]
@@ -154,7 +155,7 @@ def test_a_loss_of_the_users_own_is_captured_too():
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (gpu, cpu))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert gpu.stepper.captured.can_capture
+    assert gpu.stepper.captured_step.can_capture
 
 
 def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
@@ -162,12 +163,12 @@ def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
     plain = eager(make("mlp", SGD(lr=0.1), "layered", "cuda"))
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (reads, plain))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert isinstance(reads.stepper.captured, StepGraphs)
-    assert not reads.stepper.captured.can_capture
+    assert isinstance(reads.stepper.captured_step, StepGraphs)
+    assert not reads.stepper.captured_step.can_capture
     # Others can still capture.
     later = make("mlp", SGD(lr=0.1), "layered", "cuda")
     rounds(later, later.initial(), COHORTS)
-    assert later.stepper.captured.can_capture
+    assert later.stepper.captured_step.can_capture
 
 
 def test_memory_does_not_grow_with_rounds():

@@ -41,12 +41,12 @@ def test_replayed_steps_are_the_eager_ones_to_the_byte(monkeypatch, path, name):
         vector = pretend(trainer.initial())
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
         if tape is not None:
-            trainer.stepper.captured = StepGraphs(trainer.stepper, tape, 4)
+            trainer.stepper.captured_step = StepGraphs(trainer.stepper, tape, 4)
         found.append(rounds(trainer, vector, COHORTS))
         monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert trainer.stepper.captured.can_capture
-    assert tape.recordings >= len(trainer.stepper.captured.graphs) > 0
+    assert trainer.stepper.captured_step.can_capture
+    assert tape.recordings >= len(trainer.stepper.captured_step.graphs) > 0
 
 
 @pytest.mark.parametrize("name", registry.names("client"))
@@ -72,7 +72,7 @@ def taped(eager):
 
     def make(algorithm, sizes=SIZES, tape=None):
         trainer = eager(algorithm, sizes)
-        trainer.stepper.captured = StepGraphs(trainer.stepper, tape or Tape(), 4)
+        trainer.stepper.captured_step = StepGraphs(trainer.stepper, tape or Tape(), 4)
         return trainer
 
     return make
@@ -87,7 +87,7 @@ def test_a_later_round_of_the_same_shapes_captures_nothing(taped):
     recordings = []
     for _ in range(3):  # memory grows in the first, from the narrow batches' clients to the others'
         rounds(trainer, start(trainer), [range(11)])
-        recordings.append(trainer.stepper.captured.recorder.recordings)
+        recordings.append(trainer.stepper.captured_step.recorder.recordings)
     assert recordings[1] == recordings[2]
 
 
@@ -126,7 +126,11 @@ def test_graphs_are_bounded_in_number_and_the_oldest_goes(eager, taped, monkeypa
     bounded = taped(SGD(lr=0.1))
     expected, got = (rounds(t, start(t), COHORTS) for t in (plain, bounded))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert len(bounded.stepper.captured.graphs) == 3 < bounded.stepper.captured.recorder.recordings
+    assert (
+        len(bounded.stepper.captured_step.graphs)
+        == 3
+        < bounded.stepper.captured_step.recorder.recordings
+    )
 
 
 class Fails(Tape):
@@ -154,8 +158,8 @@ def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost
     with caplog.at_level(logging.WARNING):
         expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert not tried.stepper.captured.can_capture
-    assert not tried.stepper.captured.graphs
+    assert not tried.stepper.captured_step.can_capture
+    assert not tried.stepper.captured_step.graphs
     assert sum("training without one" in record.message for record in caplog.records) == 1
 
 
@@ -163,7 +167,7 @@ def test_a_step_that_reads_a_value_back_is_not_captured(taped):
     trainer = taped(Reads(lr=0.1))
     plain = taped(SGD(lr=0.1))
     got, expected = (rounds(t, start(t), COHORTS) for t in (trainer, plain))
-    assert not trainer.stepper.captured.can_capture
+    assert not trainer.stepper.captured_step.can_capture
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -175,8 +179,8 @@ def test_an_algorithm_that_promises_nothing_is_not_captured(taped):
     trainer = taped(Warming(lr=0.1))
     rounds(trainer, start(trainer), COHORTS)
     assert Warming(lr=0.1).phase(None) is None
-    assert trainer.stepper.captured.recorder.recordings == 0
-    assert trainer.stepper.captured.can_capture
+    assert trainer.stepper.captured_step.recorder.recordings == 0
+    assert trainer.stepper.captured_step.can_capture
 
 
 class Lambdas(SGD):
@@ -196,8 +200,8 @@ def test_a_number_whose_function_is_made_in_the_step_follows_the_step(eager, tap
     # A float multiplies in float32 and a tensor here in float64: the last bit may differ.
     for one, other in zip(expected, got, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    assert captured.stepper.captured.can_capture
-    steps = captured.stepper.captured.graphs.values()
+    assert captured.stepper.captured_step.can_capture
+    steps = captured.stepper.captured_step.graphs.values()
     assert {len(step.clock.numbers) for step in steps} == {2}
 
 
@@ -215,7 +219,7 @@ def test_a_step_that_asks_for_other_numbers_when_it_is_run_again_is_not_captured
     runs = []
     plain, tried = eager(SGD(lr=0.1)), taped(Forgets(lr=0.1))
     expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
-    assert not tried.stepper.captured.can_capture
+    assert not tried.stepper.captured_step.can_capture
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -249,7 +253,7 @@ def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are(eager, 
     tried = taped(Swaps(lr=0.1), sizes, Again())
     expected, got = (rounds(t, start(t), [range(3)] * 2) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert tried.stepper.captured.recorder.recordings > 0
+    assert tried.stepper.captured_step.recorder.recordings > 0
 
 
 def test_what_a_round_returned_stays_when_the_next_one_trains(taped):

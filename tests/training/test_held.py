@@ -15,7 +15,7 @@ from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.gradients import Parts
+from fedsim.training.gradients import ParameterGradients
 from fedsim.training.paths.choice import PathName
 from fedsim.training.paths.plain import PlainPath
 
@@ -49,14 +49,14 @@ def test_holding_a_row_trains_as_a_functional_call_does(
 
     def called(
         path: PlainPath, theta: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[Parts, torch.Tensor]:
+    ) -> tuple[ParameterGradients, torch.Tensor]:
         named = {k: v.detach().clone() for k, v in path.packing.named(theta[0]).items()}
         leaves = {name: value.requires_grad_() for name, value in named.items()}
         with torch.enable_grad():
             losses = path.loss(functional_call(path.model, leaves, (x[0],)), y[0])
             gradients = torch.autograd.grad((losses * weight[0]).sum(), list(leaves.values()))
         parts = {name: g[None] for name, g in zip(leaves, gradients, strict=True)}
-        return Parts(parts, path.packing), losses.detach()[None]
+        return ParameterGradients(parts, path.packing), losses.detach()[None]
 
     rows = []
     for replaced in (False, True):

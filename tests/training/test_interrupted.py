@@ -219,7 +219,7 @@ def test_an_interrupted_captured_step_is_not_replayed(kind, monkeypatch):
         )  # fmt: skip
         vector = pretend(trainer.initial())
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
-        trainer.stepper.captured = StepGraphs(trainer.stepper, Tape(), 4)
+        trainer.stepper.captured_step = StepGraphs(trainer.stepper, Tape(), 4)
         return trainer, vector
 
     def rows(trainer, vector, ids, round=2):
@@ -234,7 +234,7 @@ def test_an_interrupted_captured_step_is_not_replayed(kind, monkeypatch):
         with pytest.raises(TimeIsUp), time_limit(1000.0), kind(number):
             rows(trainer, vector, VICTIM)
         assert torch.equal(rows(trainer, vector, NEXT), expected), number
-    assert trainer.stepper.captured.can_capture
+    assert trainer.stepper.captured_step.can_capture
 
 
 @pytest.mark.parametrize("kind", [Operations, Lines])

@@ -12,7 +12,7 @@ from clients_helpers import make_data
 from torch import Tensor, nn
 
 from fedsim.clients import SGD, AdadpLR
-from fedsim.clients.base import Dense, Gradient
+from fedsim.clients.base import DenseGradient, Gradient
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -143,7 +143,7 @@ def test_a_client_gets_no_gradient_of_a_layer_that_only_another_client_uses() ->
 
 def test_the_distance_of_gradients_of_other_layers_counts_both() -> None:
     _, (one, other) = branching()
-    expected = Dense(one.dense()).distance(Dense(other.dense()))
+    expected = DenseGradient(one.dense()).distance(DenseGradient(other.dense()))
     torch.testing.assert_close(one.distance(other), expected)
     torch.testing.assert_close(other.distance(one), expected)
 

@@ -22,10 +22,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.base import Dense, Gradient, slice_of
+from fedsim.clients.base import DenseGradient, Gradient, require_slice
 from fedsim.kernels.dense import DenseKernel, DenseShape, dense_kernel
 from fedsim.rows.packing import LINE, Packing, aligned_empty, sigmoid_
-from fedsim.training.gradients import Factor, Factored, distance_between
+from fedsim.training.gradients import FactoredGradient, LayerFactors, distance_between
 
 COMPILED = (None, nn.ReLU)
 """Activations that the compiled kernel supports; any other may follow the last layer."""
@@ -109,7 +109,7 @@ class DenseLayers:
         deltas: Callable[[Tensor], Tensor],
         *,
         with_inputs: bool = False,
-    ) -> tuple[CompiledGradient | Factored, Tensor | None]:
+    ) -> tuple[CompiledGradient | FactoredGradient, Tensor | None]:
         """Forward and backward pass at ``theta [n, D]`` with inputs ``x [n, B, in]``.
 
         ``deltas`` maps the outputs ``[n, B, K]`` to their gradients. Returns the layers' gradients,
@@ -137,11 +137,11 @@ class DenseLayers:
 
     def _eager(
         self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], with_inputs: bool
-    ) -> tuple[Factored, Tensor | None]:
+    ) -> tuple[FactoredGradient, Tensor | None]:
         """`gradient` by batched products over the clients."""
         values = self.values(theta, x)
         delta = deltas(values[-1])
-        factors: list[Factor] = []
+        factors: list[LayerFactors] = []
         first = 0 if with_inputs else self.first_trained
         inputs: Tensor | None = None
         for i in range(len(self.layers) - 1, first - 1, -1):
@@ -150,13 +150,13 @@ class DenseLayers:
                 delta = ACTIVATIONS[layer.activation][1](delta, values[i + 1])
             delta = _on_lines(delta)
             # delta^T x would be the weight gradient. A plain step subtracts the factors' product
-            # from the weights in one operation (`Factored`); other steps multiply it out.
+            # from the weights in one operation (`FactoredGradient`); other steps multiply it out.
             if layer.weight is not None or layer.bias is not None:
-                factors.append(Factor(values[i], delta, layer.weight, layer.bias))
+                factors.append(LayerFactors(values[i], delta, layer.weight, layer.bias))
             if i > first or with_inputs:
                 inputs = aligned_empty(delta, *values[i].shape)
                 delta = torch.bmm(delta, self._parameters(theta)[i][0], out=inputs)
-        return Factored(factors, self.packing), inputs if with_inputs else None
+        return FactoredGradient(factors, self.packing), inputs if with_inputs else None
 
     def values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
         """Inputs of every layer, and the outputs, each ``[n, B, width]``; not compiled."""
@@ -211,17 +211,19 @@ class CompiledGradient:
 
     def __getitem__(self, clients: slice) -> CompiledGradient:
         """Gradients of these clients."""
-        some = slice_of(clients)
+        some = require_slice(clients)
         # A slice with a step has gaps, which the kernel does not take in its buffers.
         return replace(self, x=self.x[some], buffers=self.buffers[some].contiguous())
 
     @property
-    def factors(self) -> Sequence[Factor]:
+    def factors(self) -> Sequence[LayerFactors]:
         """Factors of each layer, the last layer's first."""
         layers = self.dense_layers.layers
         values = [self.x, *(self.kernel.values(self.buffers, i) for i in range(len(layers) - 1))]
         return [
-            Factor(values[i], self.kernel.deltas(self.buffers, i), layers[i].weight, layers[i].bias)
+            LayerFactors(
+                values[i], self.kernel.deltas(self.buffers, i), layers[i].weight, layers[i].bias
+            )
             for i in range(len(layers) - 1, -1, -1)
         ]
 
@@ -245,7 +247,7 @@ class CompiledGradient:
     def distance(self, other: Gradient) -> Tensor:
         """L2 distances ``[n]``, from inner products of the factors."""
         if not isinstance(other, CompiledGradient) or other.kernel is not self.kernel:
-            return Dense(self.dense()).distance(other)
+            return DenseGradient(self.dense()).distance(other)
         inner = self.kernel.inner((self.x, self.buffers), (other.x, other.buffers))
         return distance_between(self._squares, other._squares, inner)
 
@@ -264,7 +266,7 @@ class CompiledGradient:
             self.kernel.deltas(scaled.buffers, i).mul_(factors.view(-1, 1, 1))
         return scaled
 
-    def peak(self) -> Tensor:
+    def max_abs(self) -> Tensor:
         """The L2 norms, which bound every coordinate."""
         return self.norms()
 

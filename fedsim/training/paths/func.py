@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from fedsim.clients.base import Dense, Gradient
+from fedsim.clients.base import DenseGradient, Gradient
 from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
@@ -66,7 +66,7 @@ class FuncPath:
             losses[clients] = client_losses[:, :B]
             for name, columns in self.packing.slices.items():
                 gradients[clients, columns] = named[name].flatten(1)
-        return Dense(gradients), losses
+        return DenseGradient(gradients), losses
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""

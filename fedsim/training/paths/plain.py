@@ -26,7 +26,7 @@ from fedsim.clients.base import Gradient
 from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing, channels_last, takes_channels_last
 from fedsim.tasks.losses import Loss, NumberLoss
-from fedsim.training.gradients import BlockOfOne, Parts, RowViews
+from fedsim.training.gradients import BlockOfOne, ParameterGradients, RowViews
 from fedsim.training.own_state import OwnState
 from fedsim.training.side_effects import seeded
 
@@ -137,7 +137,7 @@ class PlainPath:
         parts = {
             name: _rows(one) for name, one in by_name.items() if any(g is not None for g in one)
         }
-        return Parts(parts, self.packing), losses
+        return ParameterGradients(parts, self.packing), losses
 
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
         """Bind the parameters to ``theta [1, D]`` once, for many gradients of a client on a CPU."""
@@ -175,7 +175,7 @@ class PlainPath:
         named = {name: gradient for name, gradient in pairs if gradient is not None}
         row_views = RowViews(theta, [views[name] for name in named], list(named.values()))
         named = {name: _dense(gradient) for name, gradient in named.items()}
-        return Parts(BlockOfOne(named), self.packing, row_views), losses.detach()
+        return ParameterGradients(BlockOfOne(named), self.packing, row_views), losses.detach()
 
     def loss_of(self, y: Tensor) -> Loss:
         """The loss for targets among ``y``: a variant without masks if all of them count."""

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.base import Dense, Gradient
+from fedsim.clients.base import DenseGradient, Gradient
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
-from fedsim.training.gradients import BlockOfOne, Factor, Factored, Parts
+from fedsim.training.gradients import BlockOfOne, FactoredGradient, LayerFactors, ParameterGradients
 from fedsim.training.paths.conv_layers import (
     ConvActivations,
     ConvFactor,
@@ -229,12 +229,16 @@ class Program:
         for k in range(len(theta)):
             dense, convolved = self._convolved(theta[k : k + 1], x[k], losses, first + k, of_layer)
             by_name = {name: part for layer in convolved for name, part in layer.items()}
-            rows.append(ConvolvedGradient(dense, Parts(BlockOfOne(by_name), self.packing)))
-        return rows[0] if len(rows) == 1 else Dense(torch.cat([row.dense() for row in rows]))
+            rows.append(
+                ConvolvedGradient(dense, ParameterGradients(BlockOfOne(by_name), self.packing))
+            )
+        return (
+            rows[0] if len(rows) == 1 else DenseGradient(torch.cat([row.dense() for row in rows]))
+        )
 
     def example_factors(
         self, theta: Tensor, x: Tensor, losses: BatchLosses
-    ) -> tuple[Sequence[ConvFactor], Sequence[Factor]]:
+    ) -> tuple[Sequence[ConvFactor], Sequence[LayerFactors]]:
         """Factors of per-example gradients, layer by layer; `has_example_rows` must be true.
 
         They are of the first ``n`` batches of these losses, whose weights are 1; with convolutions
@@ -254,7 +258,7 @@ class Program:
         losses: BatchLosses,
         batch: int,
         of_layer: Callable[[ConvActivations, Tensor, bool], tuple[Tensor | None, Result]],
-    ) -> tuple[CompiledGradient | Factored, list[Result]]:
+    ) -> tuple[CompiledGradient | FactoredGradient, list[Result]]:
         """Forward and backward pass of one batch, ``x [B, C, H, W]``, at ``theta [1, D]``.
 
         Returns the dense layers' gradient, and the results of ``of_layer``, last convolution first.
@@ -291,17 +295,17 @@ class ConvolvedGradient:
     convolved : Parts
     """
 
-    dense_part: CompiledGradient | Factored
-    convolved: Parts
+    dense_part: CompiledGradient | FactoredGradient
+    convolved: ParameterGradients
 
     def __getitem__(self, clients: slice) -> Gradient:
         """The gradient of this client, or of none."""
-        return Dense(self.dense())[clients]
+        return DenseGradient(self.dense())[clients]
 
     def dense(self) -> Tensor:
         """The packed gradient, ``[1, D]``."""
         out = self.dense_part.dense()
-        for name, part in self.convolved.parts.items():
+        for name, part in self.convolved.by_name.items():
             out[:, self.convolved.packing.slices[name]].view(part.shape).copy_(part)
         return out
 
@@ -310,7 +314,7 @@ class ConvolvedGradient:
         # On a CPU reading a number costs nothing, and a multiply-add takes one as its factor.
         number, into = float(rate), theta if out is None else out
         self.dense_part.subtract_from(theta, rate, out)
-        for name, part in self.convolved.parts.items():
+        for name, part in self.convolved.by_name.items():
             place = self.convolved.packing.slices[name]
             old, new = (rows[:, place].view(part.shape) for rows in (theta, into))
             torch.add(old, part, alpha=-number, out=new)
@@ -318,7 +322,7 @@ class ConvolvedGradient:
     def distance(self, other: Gradient) -> Tensor:
         """L2 distance ``[1]``, from the factors."""
         if not isinstance(other, ConvolvedGradient):
-            return Dense(self.dense()).distance(other)
+            return DenseGradient(self.dense()).distance(other)
         distance = self.dense_part.distance(other.dense_part)
         return torch.hypot(distance, self.convolved.distance(other.convolved))
 
@@ -326,7 +330,7 @@ class ConvolvedGradient:
         """L2 norm ``[1]``, from the factors."""
         return torch.hypot(self.dense_part.norms(), self.convolved.norms())
 
-    def peak(self) -> Tensor:
+    def max_abs(self) -> Tensor:
         """The L2 norm, which bounds every coordinate."""
         return self.norms()
 
@@ -335,4 +339,4 @@ class ConvolvedGradient:
         return ConvolvedGradient(self.dense_part.scaled(factors), self.convolved.scaled(factors))
 
 
-ProgramGradient = CompiledGradient | Factored | ConvolvedGradient | Dense
+ProgramGradient = CompiledGradient | FactoredGradient | ConvolvedGradient | DenseGradient
