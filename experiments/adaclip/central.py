@@ -8,6 +8,7 @@ gradient. The rows of dense layers are never materialised (`OuterRows`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.strategies import ServerOptimizer
 
 LOOKS = 10  # steps between two measurements of the distortion
+BLOCK = 400  # examples in one block of rows; sums are exact, so that no result depends on it
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Run:
         Share of rows whose norm exceeded the bound.
     ledger : Ledger
         Every release, at example level.
+    info : mapping of str to float
+        What the mechanism tells of a release, as means over all steps.
     """
 
     vector: Tensor
@@ -115,6 +119,7 @@ class Run:
     distortion: float
     clipped: float
     ledger: Ledger = field(repr=False)
+    info: dict[str, float] = field(default_factory=dict)
 
 
 def train(
@@ -163,11 +168,13 @@ def train(
     accuracy: list[float] = []
     distortions: list[float] = []
     clipped, seen = 0, 0
+    info: Counter[str] = Counter()
     for step in range(1, epochs * steps + 1):
         index = torch.from_numpy(cohort.draw(step, draws))
-        rows = net.descents(vector, inputs(index), labels[index])
+        blocks = [net.descents(vector, inputs(k), labels[k]) for k in index.split(BLOCK)]
         total = releaser.start(state)
-        total.add(rows)
+        for rows in blocks:
+            total.add(rows)
         ledger.record(
             Entry(
                 event=plan.charge(step),
@@ -180,12 +187,15 @@ def train(
         source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
         release = releaser.release(total, source)
         if step % LOOKS == 1:
-            plain = rows.sum(torch.ones(rows.count, dtype=torch.float64)) / cohort.expected_size
+            sums = [rows.sum(torch.ones(rows.count, dtype=torch.float64)) for rows in blocks]
+            plain = torch.stack(sums).sum(0) / cohort.expected_size
             distortions.append(float(torch.linalg.vector_norm(release.mean - plain)))
         clipped, seen = clipped + total.clipped, seen + total.count
+        info.update(release.info)
         state = release.state
         vector = optimizer.step(vector, release.mean)
         if step % steps == 0:
             hits = net.logits(vector, test[0]).argmax(1) == test[1]
             accuracy.append(float(hits.double().mean()))
-    return Run(vector, accuracy, float(np.mean(distortions)), clipped / max(seen, 1), ledger)
+    means = {name: total / step for name, total in info.items()}
+    return Run(vector, accuracy, float(np.mean(distortions)), clipped / max(seen, 1), ledger, means)

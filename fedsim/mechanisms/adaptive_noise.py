@@ -23,11 +23,11 @@ from fedsim.settings import Ge, Interval, Le
 class AdaptiveNoise(Bound):
     """Bounds and noise per coordinate from a moving average of squares (Xu et al. 2020).
 
-    In the first phase, while ``Var[sqrt(E)] <= threshold`` (across the coordinates), rows are
-    clipped at C. In the second, coordinate i is clamped to ``s_i = beta * sqrt(E_i)``, and its
-    noise has standard deviation ``z * sqrt(d) * s_i``, or ``z * sqrt(s_i * sum(s))`` (Lemma 1:
-    both are as private as z at sensitivity 1, as ``sum s_i^2 / sigma_i^2 = 1 / z^2``). Noise is
-    added once, to the sum.
+    In the first phase, while the variance of E across the coordinates is at most the threshold,
+    rows are clipped at C. In the second, coordinate i is clamped to ``s_i = beta * sqrt(E_i)``,
+    and its noise has standard deviation ``z * sqrt(d) * s_i``, or ``z * sqrt(s_i * sum(s))``
+    (Lemma 1: both are as private as z at sensitivity 1, as ``sum s_i^2 / sigma_i^2 = 1 / z^2``).
+    Noise is added once, to the sum.
 
     Guarantee: one Gaussian of multiplier z on a sum of sensitivity C, or 1 in coordinates
     divided by the noise's shape. E is computed from *released* means, minus their noise's
@@ -41,7 +41,8 @@ class AdaptiveNoise(Bound):
     clip_norm: Annotated[float, NORM] = 1.0
     """C, the clip norm of the first phase."""
     threshold: Annotated[float | None, Ge(0)] = None
-    """G: the variance of sqrt(E) above which the second phase begins; unset, it never does."""
+    """G: the variance above which the second phase begins; unset, it never does. Variances of
+    mean squares are small: 1e-9 on MNIST."""
     beta: Annotated[float, Interval(ge=1e-12, le=1e12)] = 1.0
     """The bound of a coordinate divided by its root mean square. E is of means of r rows, so that
     single rows may need a value near sqrt(r)."""
@@ -52,6 +53,9 @@ class AdaptiveNoise(Bound):
     noise_shape: Literal["proportional", "optimal"] = "proportional"
     """The paper's noise ('proportional'), or the equally private one of least total variance
     ('optimal', Lemma 1)."""
+    switch: Literal["mean-square", "root"] = "mean-square"
+    """Whether the threshold is compared with the variance of E ('mean-square') or of sqrt(E)
+    ('root'). Both tests are in print; their thresholds are on different scales."""
     unsafe_non_private_raw_statistics: bool = False
     """Estimate E from raw rows, as printed in the paper: that form has no privacy guarantee,
     whatever the noise."""
@@ -77,10 +81,12 @@ class AdaptiveNoise(Bound):
     def ready(self, state: State) -> State:
         """Which owners are in the second phase, and for these the bounds and the noise's shape."""
         mean_square = state["mean_square"]
-        root = mean_square.clamp_min(0).sqrt_()
+        tested = mean_square.clamp_min(0)
+        if self.switch == "root":
+            tested.sqrt_()
         # A mask instead of a branch: the clients of a block may be in different phases.
         threshold = math.inf if self.threshold is None else self.threshold
-        adaptive = root.var(-1, correction=0, keepdim=True) > threshold
+        adaptive = tested.var(-1, correction=0, keepdim=True) > threshold
         if not adaptive.is_cuda and not bool(adaptive.any()):
             return {"adaptive": adaptive}
         limit = mean_square.clamp_min(self.floor).sqrt_().mul_(self.beta)

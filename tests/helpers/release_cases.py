@@ -41,7 +41,7 @@ MECHANISMS: dict[str, Any] = {
     "first phase": AdaptiveNoise(clip_norm=0.8, threshold=1e9, beta=3.0),
     "second phase": AdaptiveNoise(clip_norm=0.8, threshold=0.0, beta=3.0),
     "optimal shape": AdaptiveNoise(
-        clip_norm=0.8, threshold=4e-4, beta=3.0, noise_shape="optimal"
+        clip_norm=0.8, threshold=4e-4, beta=3.0, noise_shape="optimal", switch="root"
     ),
     "raw statistics": AdaptiveNoise(
         clip_norm=0.8, threshold=0.0, beta=3.0, unsafe_non_private_raw_statistics=True

@@ -78,13 +78,30 @@ def test_with_an_infinite_threshold_it_is_dp_sgd_to_the_byte() -> None:
         state = a.state
 
 
-def test_the_threshold_is_on_the_variance_across_coordinates() -> None:
-    # Var[(6, 3)] = 2.25.
-    rows = torch.zeros(1, 2)
-    for threshold, adaptive in ((2.24, 1.0), (2.26, 0.0)):
-        mechanism = AdaptiveNoise(1.0, threshold, beta=2.0)
-        release = one_round(mechanism, {"mean_square": tensor(36, 9)}, rows, 0.0, 1.0)
-        assert release.info["adaptive"] == adaptive
+def variance_in_plain_loops(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / len(values)
+
+
+@pytest.mark.parametrize("switch", ["mean-square", "root"])
+def test_the_switch_is_that_of_a_plain_loop(switch: str) -> None:
+    """The two tests differ, so each has to be its own loop's in all of 400 random cases."""
+    draws = np.random.default_rng(5)
+    phases = []
+    for _ in range(400):
+        # Debiased estimates of squares may be negative; these count as 0.
+        mean_square = draws.gamma(0.5, 2.0, draws.integers(2, 9)) - 0.1
+        threshold = float(draws.gamma(0.5, 2.0))
+        squares = [max(float(value), 0.0) for value in mean_square]
+        both = {
+            "mean-square": variance_in_plain_loops(squares) > threshold,
+            "root": variance_in_plain_loops([math.sqrt(value) for value in squares]) > threshold,
+        }
+        mechanism = AdaptiveNoise(1.0, threshold, switch=switch)
+        state = {"mean_square": torch.from_numpy(mean_square)}
+        assert bool(mechanism.ready(state)["adaptive"]) == both[switch]
+        phases.append((both["mean-square"], both["root"]))
+    assert set(phases) == {(True, True), (True, False), (False, True), (False, False)}
 
 
 @pytest.mark.parametrize("mean_square", [(0.0, 0.0), (36.0, 9.0)])

@@ -68,7 +68,9 @@ MECHANISMS: dict[str, Mechanism] = {
     "literal adaclip": AdaClip(h2=1e-2, literal=True),
     "first phase": AdaptiveNoise(clip_norm=0.5, threshold=1e9, beta=3.0),
     "second phase": AdaptiveNoise(clip_norm=0.5, threshold=0.0, beta=3.0),
-    "both phases": AdaptiveNoise(clip_norm=0.5, threshold=4e-4, beta=3.0, noise_shape="optimal"),
+    "both phases": AdaptiveNoise(
+        clip_norm=0.5, threshold=4e-4, beta=3.0, noise_shape="optimal", switch="root"
+    ),
     "own": Largest(0.5),
     "layers": PerLayer(Clipping(0.4)),
     "mixed layers": PerLayer(
