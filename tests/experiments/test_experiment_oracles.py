@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from experiments.adaclip.central import DenseNet, train
 from experiments.adaclip.dp_pca import SquareRows, principal_directions
 from experiments.adaclip.regression import descend
+from experiments.adaclip.theory import descents, distortion, momentum_noise, variances
 from experiments.adaclip.whitening import Whitened, noises, spread
 from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
 from experiments.xu.beale import MINIMUM, beale, gradient
@@ -202,6 +203,46 @@ class OfClients(Randomness):
 
 
 class TestAdaClip:
+    @pytest.mark.parametrize("gamma", [1.0, 0.1])
+    def test_distortion_is_what_clipping_loses_plus_the_noise(self, gamma: float) -> None:
+        found = distortion(gamma, z=0.3, draws=20_000)
+        sum_of_s = (0.01 ** (np.arange(20) / 19)).sum()
+        assert found["noise"] == pytest.approx(0.09 * sum_of_s**2 / gamma)
+        assert abs(found["measured"] - found["closed"]) < 4 * found["error"]
+        assert found["error"] < 0.01 * found["closed"]
+        assert found["clipped"] <= gamma
+        assert (found["clipping"] > 1e-3) == (gamma == 1.0)
+
+    def test_noises_variance_has_to_be_subtracted_from_the_estimate(self) -> None:
+        found = variances(0.1, z=0.1, draws=40_000)
+        assert found["clipped"] == 0
+        assert abs(found["measured"] - found["closed"]) < 4 * found["error"]
+        # With the noise's own variance it would be off by 150 standard errors.
+        assert distortion(0.1, z=0.1, draws=2)["noise"] > 100 * found["error"]
+
+    def test_mean_squared_gradients_are_those_of_the_recursion_and_below_the_bound(self) -> None:
+        d, z, rate, steps = 30, 0.5, 0.1, 200
+        found = descents(d, z, rate, steps, runs=400)
+        s = np.array([1.0, *[0.01] * (d - 1)])
+        noises = {"adaclip": s.sum() ** 2, "isotropic": d * (s**2).sum()}
+        for name, noise in noises.items():
+            variance, square, total = (s**2).sum() + z**2 * noise, 1.0, 0.0
+            for _ in range(steps):
+                total += square
+                square = (1 - rate) ** 2 * square + rate**2 * variance
+            # 400 runs from starts of mean square 1: 2 % is four standard errors.
+            assert found[f"{name} measured"] == pytest.approx(total / steps, rel=0.02)
+            assert found[f"{name} bound"] == pytest.approx(
+                1 / (rate * steps) + rate * variance, rel=0.02
+            )
+            assert found[f"{name} measured"] < found[f"{name} bound"]
+
+    @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+    def test_momentum_scales_the_noise_of_a_step(self, momentum: float) -> None:
+        found = momentum_noise(momentum, draws=40_000)
+        assert found["closed"] == pytest.approx(((1 - momentum) / (1 + momentum)) ** 0.5)
+        assert found["measured"] == pytest.approx(found["closed"], rel=0.015)
+
     @pytest.mark.slow
     def test_error_of_clipping_by_dimension(self) -> None:
         # An autoregression in every coordinate: rate / (2 - rate) times the variance of what is

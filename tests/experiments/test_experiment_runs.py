@@ -90,6 +90,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "local-steps": [1, 20],
         "lengths": [0.03, 0.1],
     },
+    "adaclip-theory": {"draws": 200, "dimensions": [3], "steps": 5},
     "xu": {"digits": 1, "steps": 10},
 }
 
