@@ -19,7 +19,6 @@ from fedsim.federation.flower_internals import client_id
 
 if TYPE_CHECKING:
     from fedsim.deploy.policy import Policy
-    from fedsim.federation.aggregation.client_replies import NoisePlacement
 
 
 app = ClientApp()
@@ -95,7 +94,7 @@ def _client() -> ClientApp:
     def seconds_for(context: Context) -> float:
         return RunConfig.from_run_config(context.run_config).engine.timeout
 
-    def placement_for(context: Context) -> NoisePlacement:
-        return RunConfig.from_run_config(context.run_config).placement
+    def threshold_for(context: Context) -> int:
+        return RunConfig.from_run_config(context.run_config).secagg.threshold
 
-    return client_app(trainer_for, mechanism_for, seconds_for, placement_for)
+    return client_app(trainer_for, mechanism_for, seconds_for, threshold_for)

@@ -15,7 +15,7 @@ from fedsim.cli.console import Output, check_out
 from fedsim.config import RunConfig
 from fedsim.config.plan import uncalibrated_plan, with_best_groups
 from fedsim.errors import FedsimError
-from fedsim.privacy.adversary import large_delta
+from fedsim.privacy.assumptions import large_delta
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.reports.charts import Line, Lines

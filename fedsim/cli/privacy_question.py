@@ -18,7 +18,7 @@ from fedsim.config.plan import (
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, Event, Ledger, Question
-from fedsim.privacy.adversary import DECLARED_SENTENCES, large_delta
+from fedsim.privacy.assumptions import DECLARED_SENTENCES, large_delta
 from fedsim.privacy.events import law_named, simple_laws
 from fedsim.privacy.plan import of_user
 from fedsim.runs.run_ledgers import RunLedgers, delta_of, node_ledgers

@@ -86,7 +86,6 @@ def with_best_groups(config: RunConfig) -> RunConfig:
 
 def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     """The server's release plan; its noise multiplier is 0 if a target determines it."""
-    secure = config.secagg.make()
     plan = ReleasePlan(
         level="client",
         sampler=cohort(config),
@@ -95,9 +94,8 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
         rounds=config.rounds,
         may_stop=config.private and may_stop(config.to_run_config()),
         cohort_known=config.secagg.cohort_known,
+        placement=config.secagg.placement(config.noise),
     )
-    if secure is not None:
-        secure.check_plan(plan)
     return _simulating(plan, config) if config.noise.cohort_size else plan
 
 

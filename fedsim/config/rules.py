@@ -75,9 +75,7 @@ def _check_evaluation(c: RunConfig) -> None:
     """Check which metrics of clients are shown."""
     evaluate, every = c.evaluate, c.evaluate.clients_every
     if evaluate.private:
-        check_private_metrics(
-            private=c.private, private_examples=c.client.private, placement=c.noise.placement
-        )
+        check_private_metrics(private=c.private, private_examples=c.client.private)
     elif c.protects and every and not evaluate.unprotected:
         refuse_bare_metrics(f"evaluate.clients-every = {every}")
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tomli_w
 
@@ -50,7 +50,6 @@ from fedsim.config.tables import (
 )
 from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
 from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.settings import Constraint, Ge, Le
 
 MAX_CONFIG = 2**20
@@ -198,11 +197,6 @@ class RunConfig(ConfigTable):
         """Whether the run claims client-level differential privacy."""
         bounded = self.mechanism.name != "none" and not self.mechanism.gives_none
         return bounded and self.noise.adds_noise
-
-    @property
-    def placement(self) -> SecureAggregation | Literal["server", "client"]:
-        """Where noise is drawn, as ``placement`` of `fedsim.strategies.DPFedAvg`."""
-        return self.secagg.make() or self.noise.placement
 
     @property
     def protects(self) -> bool:

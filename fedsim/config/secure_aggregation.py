@@ -1,4 +1,4 @@
-"""Secure aggregation in a config: the table ``[secagg]``, its refusals, and what it makes."""
+"""Secure aggregation in a config: the table ``[secagg]``, and the placement of noise with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fedsim.config.tables import OUTSIDE_RELEASE, ConfigTable, Needs
-from fedsim.federation.aggregation.secagg import SecureAggregation
+from fedsim.privacy.placement import PLACEMENTS, Placement, SecureAggregation
 from fedsim.settings import Ge
 
 
@@ -27,9 +27,11 @@ class SecAggSection(ConfigTable, table="secagg"):
     simulate: Annotated[bool, OUTSIDE_RELEASE] = False
     """Whether engine 'local' sends masked messages, instead of the same shares without masks."""
 
-    def make(self) -> SecureAggregation | None:
-        """Secure aggregation as the table sets it; None without."""
-        return SecureAggregation(self.threshold, self.colluders) if self.threshold else None
+    def placement(self, noise: Any) -> Placement:
+        """Who adds the noise: as the table ``noise`` says, or under masks if this one does."""
+        if self.threshold:
+            return SecureAggregation(self.threshold, self.colluders)
+        return PLACEMENTS[noise.placement]
 
     @property
     def cohort_known(self) -> bool:
@@ -38,7 +40,8 @@ class SecAggSection(ConfigTable, table="secagg"):
 
     def refusals(self, config: Any) -> Iterator[tuple[str, str]]:
         """Without noise of its own a sum is not protected; and where masks are not simulated."""
-        if self.threshold and not (config.private and config.noise.placement == "client"):
+        at_clients = PLACEMENTS[config.noise.placement].at_clients
+        if self.threshold and not (config.private and at_clients):
             yield (
                 "secagg.threshold",
                 "0, or noise.placement = 'client' with a mechanism and noise: the server sees the "
@@ -52,9 +55,9 @@ class SecAggSection(ConfigTable, table="secagg"):
             )
 
     def check(self, config: Any) -> None:
-        """Make it, and compare it with the cohort, unless that is a user's."""
-        secure, cohort = self.make(), config.cohort
-        if secure is None or cohort.has_options(cohort.name):
-            return
-        sampler = cohort.make(population=config.partition.clients, rounds=config.rounds)
-        secure.check_round(sampler, unprotected_metrics=config.evaluate.unprotected)
+        """Make the placement, and compare it with the metrics, and with fedsim's own cohorts."""
+        placement, cohort, evaluate = self.placement(config.noise), config.cohort, config.evaluate
+        placement.check_metrics(private=evaluate.private, unprotected=evaluate.unprotected)
+        if not cohort.has_options(cohort.name):
+            sampler = cohort.make(population=config.partition.clients, rounds=config.rounds)
+            placement.check_cohort(sampler, known=self.cohort_known)

@@ -37,6 +37,26 @@ NODE = "FEDSIM_NODE"
 _ROUNDS = "rounds-joined"
 
 
+TEMPLATE = """
+# [policy]
+# data = "data.npz"                     # this client's own examples, from this directory
+# state-dir = "state"                   # where its ledger and its state are
+# modules = []                          # what a run may name as module:Name
+# files = []                            # directories from which a run may name files
+# least-noise-multiplier = 0.0          # of the updates' release
+# least-share-noise-multiplier = 0.0    # of this node's own share of that noise, over the bound
+# largest-clip-norm = inf               # of updates
+# least-example-noise-multiplier = 0.0  # of this client's own releases
+# largest-epsilon = inf                 # of this client's own ledger, at example level
+# delta = 1e-5                          # at which that epsilon is computed
+# least-population = 1                  # clients that the run declares
+# most-rounds = 0                       # rounds that it joins, over all runs; 0: any number
+# evaluation = true                     # whether metrics leave the node; false where a floor is set
+# secure-aggregation = false            # whether shares leave under masks alone, in sums
+"""
+"""The table `policy` of a new ``node.toml``: all keys at their defaults, commented out."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """Minimum noise and other limits of one node; a run outside is refused before data is read.
@@ -266,7 +286,7 @@ class Policy:
         if self.answers_evaluation:
             return
         scalar = config.mechanism.private_scalar
-        if scalar and config.noise.placement == "server":
+        if scalar and not _adds_noise(config):
             raise _refusal(
                 f"mechanism.private-scalar is {scalar!r}; here no metrics leave the node without "
                 "noise of its own"
@@ -280,7 +300,7 @@ class Policy:
     def _check_entropy(self, config: RunConfig) -> None:
         """Refuse noise of this node that follows from the run's seed, and could be subtracted."""
         floors = (self.least_noise_multiplier, self.least_share_noise_multiplier)
-        shares = any(floors) and config.noise.placement == "client"
+        shares = any(floors) and _adds_noise(config)
         examples = self.least_example_noise_multiplier > 0 or self.largest_epsilon < math.inf
         if (shares or examples) and entropy(config) != "system":
             raise _refusal(
@@ -341,7 +361,7 @@ class Policy:
                     "the server asks for the update without this node's noise; here "
                     "noise.placement must be 'client'"
                 )
-            if config.noise.placement == "client":
+            if _adds_noise(config):
                 raise _refusal(
                     "noise.placement is 'client', and the server asks for the update without this "
                     "node's noise; here it must ask for a share"
@@ -441,6 +461,11 @@ class Policy:
             file.write(f"{rounds + 1}\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _adds_noise(config: RunConfig) -> bool:
+    """Whether this node is to add noise to its update before it sends it."""
+    return config.secagg.placement(config.noise).at_clients
 
 
 def _may_be_path(text: str) -> bool:

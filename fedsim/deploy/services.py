@@ -18,7 +18,7 @@ from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.flower_programs import poll_seconds, task_poll_seconds
 from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
 from fedsim.deploy.party_files import Names, read_party, read_roster, write_party
-from fedsim.deploy.policy import NODE, Policy
+from fedsim.deploy.policy import NODE, TEMPLATE, Policy
 from fedsim.deploy.processes import Service, program
 from fedsim.errors import FedsimError
 from fedsim.privacy.manifest import LEDGER_KEY
@@ -37,26 +37,6 @@ TASK_POLL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 """Flower's environment variable with the seconds between two looks of a SuperExec for a task."""
 
 _SUPERLINK_TOML = "superlink.toml"
-
-_POLICY = """
-# [policy]
-# data = "data.npz"                     # this client's own examples, from this directory
-# state-dir = "state"                   # where its ledger and its state are
-# modules = []                          # what a run may name as module:Name
-# files = []                            # directories from which a run may name files
-# least-noise-multiplier = 0.0          # of the updates' release
-# least-share-noise-multiplier = 0.0    # of this node's own share of that noise, over the bound
-# largest-clip-norm = inf               # of updates
-# least-example-noise-multiplier = 0.0  # of this client's own releases
-# largest-epsilon = inf                 # of this client's own ledger, at example level
-# delta = 1e-5                          # at which that epsilon is computed
-# least-population = 1                  # clients that the run declares
-# most-rounds = 0                       # rounds that it joins, over all runs; 0: any number
-# evaluation = true                     # whether metrics leave the node; false where a floor is set
-# secure-aggregation = false            # whether shares leave under masks alone, in sums
-"""
-"""The table `policy` of a new ``node.toml``: all keys at their defaults, commented out."""
-
 
 _Count = Annotated[int, Ge(0)]
 _Words = Annotated[str, Constraint(bool, "a string that is not empty")]
@@ -213,7 +193,7 @@ class Node:
     def save(self, policy: Mapping[str, Any] | None = None) -> None:
         """Write ``node.toml`` with this policy, or with the default one commented out."""
         path = self.directory / "node.toml"
-        policy_text = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
+        policy_text = tomli_w.dumps({"policy": policy}) if policy else TEMPLATE.lstrip()
         write_party(path, self, f"\n{policy_text}")
 
     def services(self, state: Path, *, port: int = 9094) -> list[Service]:

@@ -7,25 +7,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Budget, Cost, Entry, Event, Ledger
 from fedsim.privacy.digest import digest_of
-from fedsim.privacy.entry import Fact, History, Kind
+from fedsim.privacy.entry import History, Kind
 from fedsim.privacy.ledger import End, RunProgress
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.privacy.statement import epsilon_marks
 from fedsim.randomness import Randomness
 
-Placement = Literal["server", "client"]
-"""Where noise is drawn: once on the sum, or in the shares of the sampled clients."""
-
 
 def keyed(
     seed: int | Randomness | None,
     plan: ReleasePlan[Bounded],
-    placement: Placement,
     others: Mapping[str, object],
 ) -> Randomness:
     """Randomness of a strategy, keyed by its seed and a digest.
@@ -38,14 +34,8 @@ def keyed(
         if seed.release:
             return seed
         seed = seed.seed
-    settings = {
-        "seed": seed,
-        "mechanism": plan.bound,
-        "cohort": plan.sampler,
-        "noise": plan.noise,
-        "placement": placement,
-    } | {name: setting for name, setting in others.items() if setting is not None}
-    return Randomness(seed, digest_of(settings))
+    given = {name: setting for name, setting in others.items() if setting is not None}
+    return Randomness(seed, digest_of({"seed": seed, **plan.settings, **given}))
 
 
 @dataclass
@@ -59,10 +49,7 @@ class Accounting:
     max_epsilon : float or None
         Budget; None for that of the ledger.
     ledger : Ledger
-    placement, randomness
-        Further contents of the ledger's lines.
-    public : mapping of str to str, number or bool
-        Public facts of every release, in addition to those of the plan.
+    randomness : Randomness
     kind : "release" or "evaluation"
         What is released: a round's sum, or clients' metrics.
     run : str
@@ -77,9 +64,7 @@ class Accounting:
     delta: float
     max_epsilon: float | None
     ledger: Ledger
-    placement: Placement
     randomness: Randomness
-    public: Mapping[str, Fact] = field(default_factory=dict)
     kind: Kind = "release"
     run: str = field(default_factory=secrets.token_hex)
     evaluations: Accounting | None = None
@@ -143,16 +128,12 @@ class Accounting:
     def _entry(
         self, server_round: int | None, event: Event, clip_norm: float | None = None
     ) -> Entry:
-        return Entry(
+        return self.plan.entry(
+            event,
             kind=self.kind,
             round=server_round,
-            event=event,
             entropy=self.randomness.entropy,
-            mechanism=str(self.plan.bound),
             clip_norm=clip_norm,
-            placement=self.placement,
-            declared_by_user=self.plan.declared_by_user,
-            public={**self.plan.public, **self.public},
             run=self.run,
         )
 

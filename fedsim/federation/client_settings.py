@@ -240,9 +240,7 @@ class ClientMetrics:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def check(
-        self, plan: Plan, placement: str, *, private_examples: bool, aggregate: object
-    ) -> None:
+    def check(self, plan: Plan, *, private_examples: bool, aggregate: object) -> None:
         """Refuse private metrics that have no budget, or that the server would see without noise.
 
         Raises
@@ -251,9 +249,7 @@ class ClientMetrics:
         """
         if self.private is None:
             return
-        check_private_metrics(
-            private=plan.private, private_examples=private_examples, placement=placement
-        )
+        check_private_metrics(private=plan.private, private_examples=private_examples)
         if aggregate is not None:
             raise FedsimError(
                 "metrics.private is given; it must be left out together with "

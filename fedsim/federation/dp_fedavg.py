@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -13,9 +12,9 @@ from flwr.serverapp.strategy import Strategy
 
 from fedsim.arguments import check_arguments
 from fedsim.cohorts import Cohort
-from fedsim.federation.accounting import Accounting, Placement, keyed
+from fedsim.errors import FedsimError
+from fedsim.federation.accounting import Accounting, keyed
 from fedsim.federation.aggregation.robust import RobustMean
-from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.aggregation.secagg.server import SecureSum
 from fedsim.federation.aggregation.server_sum import (
     Aggregation,
@@ -24,7 +23,6 @@ from fedsim.federation.aggregation.server_sum import (
     ServerSum,
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
-from fedsim.federation.aggregation.shares import refuse_undivided
 from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
 from fedsim.federation.exchange import RecordKeys
@@ -36,14 +34,23 @@ from fedsim.federation.private_rounds import PrivateRounds
 from fedsim.federation.round_report import Failures, empty_sum
 from fedsim.federation.strategy_checks import (
     in_existing_folder,
-    plan_of_keywords,
     refuse_keywords,
 )
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, Statement
-from fedsim.privacy.adversary import ReleaseSetting
+from fedsim.privacy.assumptions import ReleaseSetting
 from fedsim.privacy.exclusions import check_budget
 from fedsim.privacy.flower_records import privacy_spent
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.placement import (
+    PLACEMENTS,
+    SERVER,
+    NoiseShares,
+    Placement,
+    PlacementName,
+    SecureAggregation,
+)
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
 
@@ -64,7 +71,7 @@ class DPFedAvg(PrivateRounds):
     ----------
     plan : ReleasePlan, optional
         What every round releases: cohort, mechanism and noise in one value. Without it the next
-        three keywords, and ``hardened_noise``, make one.
+        three keywords, ``placement`` and ``hardened_noise`` make one.
     mechanism : Mechanism
         Bounds, sums and noises the updates. `NoPrivacy("uniform")` makes this FedAvg; a robust mean
         (`Krum`, `Median`, `TrimmedMean`), without privacy, takes the place of the sum.
@@ -96,13 +103,13 @@ class DPFedAvg(PrivateRounds):
         Applied to the noisy mean; by default the mean is added unchanged. A Flower strategy must be
         one that refines FedAvg's mean: `FedAdam`, `FedYogi`, `FedAvgM`, ... It is used as it is,
         with its momentum: give each run a new one. Of a server optimiser a copy is used.
-    placement : "server", "client" or SecureAggregation
-        Where noise is drawn: once on the sum, or in the shares of the n sampled clients, each of
-        variance ``z^2 C^2 / n`` (with full participation, Das et al.'s own form), while the
-        server adds the noise of missing clients. The total is the same. With a `SecureAggregation`
-        shares are summed under masks, so that the server sees none of them. Each share then has so
-        much noise that the smallest allowed number of honest clients contributes all of it.
-        Clients that train in this process add the same shares without masks.
+    placement : "server", "client" or SecureAggregation, optional
+        Where noise is drawn: once on the sum (the default), or in the shares of the n sampled
+        clients, each of variance ``z^2 C^2 / n`` (with full participation, Das et al.'s own form),
+        while the server adds the noise of missing clients. The total is the same. With a
+        `SecureAggregation` shares are summed under masks, so that the server sees none of them.
+        Each share then has so much noise that the smallest allowed number of honest clients
+        contributes all of it. Clients that train in this process add the same shares without masks.
     hardened_noise : bool
         Whether noise is drawn so that floating-point artefacts do not reveal the sum
         (`NoiseSource`).
@@ -147,7 +154,7 @@ evaluate_metrics_aggr_fn
         ledger: Ledger | str | PathLike[str] | None = None,
         seed: int | Randomness | None = None,
         server_optimizer: ServerOptimizer | Strategy | None = None,
-        placement: Placement | SecureAggregation = "server",
+        placement: PlacementName | SecureAggregation | None = None,
         hardened_noise: bool | None = None,
         clients: ClientTraining = ClientTraining(),
         metrics: ClientMetrics = ClientMetrics(),
@@ -163,7 +170,7 @@ evaluate_metrics_aggr_fn
     ) -> None:
         super().__init__()
         refuse_keywords(DPFedAvg.__init__, flower_keywords)
-        plan = plan_of_keywords(
+        plan = _plan_of_keywords(
             plan,
             mechanism=mechanism,
             cohort=cohort,
@@ -171,34 +178,30 @@ evaluate_metrics_aggr_fn
             hardened_noise=hardened_noise,
             rounds=rounds,
             may_stop=may_stop or None,
+            placement=PLACEMENTS[placement] if isinstance(placement, str) else placement,
         )
-        secure: SecureAggregation | None = None
-        if isinstance(placement, SecureAggregation):
-            secure, placement = placement, "client"
-        self.plan, self.private = plan, plan.private
-        self.delta, self.secure = delta, secure
+        self.plan, self.private, self.delta = plan, plan.private, delta
         self.protects = plan.private or clients.private_examples
         self.shows_clients = not self.protects or metrics.unprotected
         check_budget(max_epsilon, private=plan.private)
         clients.check(plan)
+        plan.placement.check_metrics(
+            private=metrics.private is not None, unprotected=metrics.unprotected
+        )
         metrics.check(
             plan,
-            placement,
             private_examples=clients.private_examples,
             aggregate=evaluate_metrics_aggr_fn,
         )
-        if secure is not None:
-            secure.check(plan, unprotected_metrics=metrics.unprotected)
-        self.aggregation = _aggregation_of(plan, placement, secure)
+        self.aggregation = _aggregation_of(plan)
 
         server_optimizer = server_optimizer or ServerSGD()
         # These names enter the digest that keys the noise: renaming one changes seeded runs.
         settings = {
             "algorithm": clients.algorithm, "replying": availability.replying,
-            "server-optimizer": server_optimizer, "secure": secure,
-            "reachable": availability.reachable,
+            "server-optimizer": server_optimizer, "reachable": availability.reachable,
         }  # fmt: skip
-        self.randomness = keyed(seed, plan, placement, settings)
+        self.randomness = keyed(seed, plan, settings)
         plan.check_entropy(self.randomness.entropy)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
@@ -223,9 +226,7 @@ evaluate_metrics_aggr_fn
             delta=delta,
             max_epsilon=max_epsilon,
             ledger=ledger,
-            placement=placement,
             randomness=self.randomness,
-            public={} if secure is None else secure.public,
         )
         # Where the cohort is secret, clients' budgets are not believed: stopping because one is
         # spent would reveal that its client was sampled.
@@ -286,18 +287,82 @@ evaluate_metrics_aggr_fn
             self.log.info("\t├──> %s", line)
 
 
-def _aggregation_of(
-    plan: Plan, placement: Placement, secure: SecureAggregation | None
-) -> Aggregation:
+def _plan_of_keywords(
+    plan: Plan | None,
+    *,
+    mechanism: Mechanism | None,
+    cohort: Cohort | None,
+    noise_multiplier: float | None,
+    hardened_noise: bool | None,
+    rounds: int | None,
+    may_stop: bool | None,
+    placement: Placement | None,
+) -> Plan:
+    """The given plan, or a plan built from the other keywords.
+
+    Raises
+    ------
+    FedsimError
+        If both are given, or if the keywords do not make a plan.
+    """
+    keywords = {
+        "mechanism": mechanism,
+        "cohort": cohort,
+        "noise_multiplier": noise_multiplier,
+        "hardened_noise": hardened_noise,
+        "rounds": rounds,
+        "may_stop": may_stop,
+        "placement": placement,
+    }
+    if plan is not None:
+        if doubled := [name for name, value in keywords.items() if value is not None]:
+            raise FedsimError(
+                f"{doubled[0]} is given together with plan=, which contains it; leave one of them "
+                "out."
+            )
+        if plan.level != "client":
+            raise FedsimError(
+                f"plan.level is '{plan.level}'; a strategy's rows are clients: it must be 'client'."
+            )
+        return plan
+    if mechanism is None or cohort is None:
+        keyword = "mechanism" if mechanism is None else "cohort"
+        raise FedsimError(
+            f"{keyword} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
+            "a ReleasePlan as plan=."
+        )
+    if noise_multiplier is None and mechanism.guarantee != "none":
+        raise FedsimError(
+            f"noise_multiplier is not given; with {type(mechanism).__name__} it must be a number "
+            "above 0, or 0.0 to train without noise and without a guarantee."
+        )
+    hardened = True if hardened_noise is None else hardened_noise
+    noise = Independent(noise_multiplier or 0.0, hardened)
+    return ReleasePlan(
+        level="client",
+        sampler=cohort,
+        bound=mechanism,
+        noise=noise,
+        rounds=rounds,
+        may_stop=bool(may_stop),
+        placement=placement or SERVER,
+    )
+
+
+_AGGREGATIONS: dict[type[Placement], Aggregation] = {
+    Placement: ServerSum,
+    NoiseShares: ClientShares,
+    SecureAggregation: SecureSum,
+}
+"""The aggregation of a round, by who adds its noise."""
+
+
+def _aggregation_of(plan: Plan) -> Aggregation:
     """The callable that creates the aggregation of each round."""
-    if placement == "client":
-        refuse_undivided(plan)
     if isinstance(plan.bound, RobustMean):
         plan.bound.check(plan.sampler.expected_size)
         return RobustAggregation
-    if secure is not None:
-        return partial(SecureSum, secure=secure)
-    return ClientShares if placement == "client" else ServerSum
+    return _AGGREGATIONS[type(plan.placement)]
 
 
 def _extras_of(

@@ -28,8 +28,6 @@ from fedsim.rows.block import Block, Reason
 
 _log = logging.getLogger("fedsim")
 
-SHARE_ARRAY = "share-units"
-"""Name of the one array in a client's share."""
 MAX_METRICS = 1000
 """Largest number of metrics that a client may report."""
 MAX_ENTRIES = 10_000
@@ -75,7 +73,7 @@ def read(
     tally: Tally,
     *,
     needed: tuple[str, ...] = (),
-    share_size: int | None = None,
+    units: tuple[str, int] | None = None,
 ) -> Iterator[Reply]:
     """Decode replies, each into a block of one client; unusable ones into failed blocks.
 
@@ -87,9 +85,9 @@ def read(
         Counts the replies of nodes that were not asked, which are dropped.
     needed : tuple of str
         Names of the numbers that a usable reply must report, each finite.
-    share_size : int, optional
-        If the clients bound and noise their own rows, the size of such a share; the block's
-        ``rows`` are then shares.
+    units : tuple of str and int, optional
+        Name and length of the one array of whole numbers, as float64, that each reply must have in
+        place of parameters; it is then the block's row as it is.
     """
     client_of = instructions.recipients.client_of
     for reply in replies:
@@ -103,7 +101,7 @@ def read(
                 raise _UnusableError(error_reason(reply), str(reply.error.reason))
             numbers, lists = _reported(reply.content)
             _require_sound(numbers, instructions.keys.weighted_by, needed)
-            rows = _rows(reply.content, instructions, share_size)
+            rows = _rows(reply.content, instructions, units)
             metrics = {name: np.array([value]) for name, value in numbers.items()}
             block = Block.sent(np.array([client], dtype=np.int64), rows, metrics)
             yield Reply(block, lists, reply.content)
@@ -187,18 +185,21 @@ def _require_sound(numbers: Mapping[str, float], weighted_by: str, needed: tuple
             raise _UnusableError("non-finite", f"its '{name}' is {numbers[name]}.")
 
 
-def _rows(content: RecordDict, instructions: Instructions, share_size: int | None) -> Tensor | None:
-    """The client's row ``[1, d]`` or share ``[1, size]``; None for an evaluation."""
+def _rows(
+    content: RecordDict, instructions: Instructions, units: tuple[str, int] | None
+) -> Tensor | None:
+    """The client's row ``[1, d]``, or its array ``[1, size]``; None for an evaluation."""
     layout = instructions.layout
     if layout is None:
         return None
-    arrays = _arrays_of(content, instructions.keys.arrays if share_size is None else "arrays")
-    if share_size is not None:
-        if set(arrays) != {SHARE_ARRAY}:
+    arrays = _arrays_of(content, instructions.keys.arrays if units is None else "arrays")
+    if units is not None:
+        name, size = units
+        if set(arrays) != {name}:
             raise _UnusableError(
                 "malformed", "it is no share; the client app must bound and noise its own update."
             )
-        return float_tensor(arrays[SHARE_ARRAY], (share_size,), torch.float64).unsqueeze(0)
+        return float_tensor(arrays[name], (size,), torch.float64).unsqueeze(0)
     surplus = set(arrays) - {entry.name for entry in layout.entries} - set(layout.untrained)
     absent = {entry.name for entry in layout.entries} - set(arrays)
     if surplus or absent:

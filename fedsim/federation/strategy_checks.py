@@ -13,9 +13,6 @@ from torch import Tensor
 from fedsim.arguments import shown, unknown_argument
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism
-from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows.layout import PREFIX, Layout
 from fedsim.training.trainer_checks import CARRIED
 
@@ -75,65 +72,6 @@ def in_existing_folder(ledger: str | PathLike[str] | None) -> Path | None:
             "folder that exists."
         )
     return path
-
-
-def plan_of_keywords(
-    plan: ReleasePlan[Mechanism] | None,
-    *,
-    mechanism: Mechanism | None,
-    cohort: Cohort | None,
-    noise_multiplier: float | None,
-    hardened_noise: bool | None,
-    rounds: int | None,
-    may_stop: bool | None,
-) -> ReleasePlan[Mechanism]:
-    """The given plan, or a plan built from the other keywords.
-
-    Raises
-    ------
-    FedsimError
-        If both are given, or if the keywords do not make a plan.
-    """
-    keywords = {
-        "mechanism": mechanism,
-        "cohort": cohort,
-        "noise_multiplier": noise_multiplier,
-        "hardened_noise": hardened_noise,
-        "rounds": rounds,
-        "may_stop": may_stop,
-    }
-    if plan is not None:
-        if doubled := [name for name, value in keywords.items() if value is not None]:
-            raise FedsimError(
-                f"{doubled[0]} is given together with plan=, which contains it; leave one of them "
-                "out."
-            )
-        if plan.level != "client":
-            raise FedsimError(
-                f"plan.level is '{plan.level}'; a strategy's rows are clients: it must be 'client'."
-            )
-        return plan
-    if mechanism is None or cohort is None:
-        keyword = "mechanism" if mechanism is None else "cohort"
-        raise FedsimError(
-            f"{keyword} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
-            "a ReleasePlan as plan=."
-        )
-    if noise_multiplier is None and mechanism.guarantee != "none":
-        raise FedsimError(
-            f"noise_multiplier is not given; with {type(mechanism).__name__} it must be a number "
-            "above 0, or 0.0 to train without noise and without a guarantee."
-        )
-    hardened = True if hardened_noise is None else hardened_noise
-    noise = Independent(noise_multiplier or 0.0, hardened)
-    return ReleasePlan(
-        level="client",
-        sampler=cohort,
-        bound=mechanism,
-        noise=noise,
-        rounds=rounds,
-        may_stop=bool(may_stop),
-    )
 
 
 def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 
 HASHED_BYTES = 2**16
 """Size in bytes above which an array enters the digest by its hash."""
+OUTSIDE_DIGEST = {"outside digest": True}
+"""Metadata of a dataclass's field that does not enter the digest."""
 _SIMPLE = (bool, int, float, str, list, tuple, set, frozenset, Mapping)
 
 
@@ -51,7 +53,9 @@ def _plain(value: Any) -> Any:
         )
     if is_dataclass(value) and not isinstance(value, type):
         made_with = {
-            field.name: getattr(value, field.name) for field in fields(value) if field.init
+            field.name: getattr(value, field.name)
+            for field in fields(value)
+            if field.init and field.metadata != OUTSIDE_DIGEST
         }
         return [_name(type(value)), _plain(made_with)]
     if isinstance(value, partial):

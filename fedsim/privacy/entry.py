@@ -18,7 +18,6 @@ from fedsim.settings import Ge, check_settings
 
 Kind = Literal["release", "evaluation"]
 Entropy = Literal["config", "system"]
-Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
 DECLARED = "declared"
 """Value of a public fact of an entry: the user declares this part of the plan."""
@@ -75,7 +74,7 @@ class Entry:
     event: Event
     mechanism: str = ""
     clip_norm: Annotated[float | None, Ge(0)] = None
-    placement: Placement = ""
+    placement: Literal["", "server", "client"] = ""
     declared_by_user: bool = False
     public: Mapping[str, Fact] = field(default_factory=dict)
     run: str | None = None

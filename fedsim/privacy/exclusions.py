@@ -66,15 +66,13 @@ def check_private_work(counts: object, max_grad_norm: float) -> None:
         )
 
 
-def check_private_metrics(*, private: bool, private_examples: bool, placement: str) -> None:
+def check_private_metrics(*, private: bool, private_examples: bool) -> None:
     """Refuse the release of clients' metrics with noise where it has no budget, or no effect.
 
     Parameters
     ----------
     private, private_examples : bool
         Whether the run is private at client level, and whether clients protect their examples.
-    placement : "server" or "client"
-        Who adds the noise.
 
     Raises
     ------
@@ -83,10 +81,6 @@ def check_private_metrics(*, private: bool, private_examples: bool, placement: s
     must = "evaluate.private is set (metrics.private); it must be left out"
     if not private:
         raise FedsimError(f"{must} in a run without client-level privacy, which has no budget.")
-    if placement == "client":
-        raise FedsimError(
-            f"{must} while noise.placement = 'client': clients send their shares and nothing else."
-        )
     if private_examples:
         raise FedsimError(
             f"{must} where clients protect their examples (client.mechanism): the server would see "

@@ -45,7 +45,7 @@ from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.accountant import Cost, check_delta
 from fedsim.privacy.claims import costliest
-from fedsim.privacy.entry import Entry, History, Kind, Placement
+from fedsim.privacy.entry import Entry, History, Kind
 from fedsim.privacy.events import Event
 from fedsim.privacy.flower_records import event_of, privacy_config, privacy_spent
 from fedsim.privacy.laws import FixedSizeLaw
@@ -681,9 +681,7 @@ class Ledger:
             )
 
     @contextmanager
-    def release(
-        self, plan: ReleasePlan[Bounded], round: int, placement: Placement = "server"
-    ) -> Iterator[Entry]:
+    def release(self, plan: ReleasePlan[Bounded], round: int) -> Iterator[Entry]:
         """Record a round of a training loop that is not fedsim's, before its release.
 
         Sampling and noise are declared by the user. A round that is repeated after an
@@ -697,8 +695,6 @@ class Ledger:
         plan : ReleasePlan
         round : int
             From 1 on.
-        placement : "server" or "client"
-            Where the noise is drawn: at the server, or in each client before it sends anything.
 
         Yields
         ------
@@ -713,15 +709,7 @@ class Ledger:
             As `record` does.
         """
         plan.check_entropy("system")
-        made = Entry(
-            round=round,
-            level=plan.level,
-            event=plan.event(),
-            mechanism=str(plan.bound),
-            placement=placement,
-            declared_by_user=True,
-            public=plan.public,
-        )
+        made = replace(plan.entry(plan.event(), round=round), declared_by_user=True)
 
         def due() -> Sequence[Entry]:
             nonlocal made

@@ -7,15 +7,16 @@ nowhere else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from fedsim.arguments import shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
-from fedsim.privacy.entry import DECLARED, SIMULATED_COHORT, Entropy, Fact
+from fedsim.privacy.digest import OUTSIDE_DIGEST
+from fedsim.privacy.entry import DECLARED, SIMULATED_COHORT, Entropy, Entry, Fact
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import (
     FixedSize,
@@ -34,6 +35,7 @@ from fedsim.privacy.laws.base import check_level, is_shipped
 from fedsim.privacy.laws.correlated import CorrelatedLaw
 from fedsim.privacy.laws.full import one_gaussian, unamplified
 from fedsim.privacy.noise import Correlated, Noise
+from fedsim.privacy.placement import SERVER, Placement
 from fedsim.settings import Ge, Gt, check_settings
 
 
@@ -152,6 +154,8 @@ class ReleasePlan(Generic[BoundT]):
     simulated : Event, optional
         Event of a release of the larger cohort whose noise on the mean is simulated: see
         `simulating`.
+    placement : Placement
+        Who adds the noise; at example level each client adds its own.
 
     Raises
     ------
@@ -168,6 +172,8 @@ class ReleasePlan(Generic[BoundT]):
     cohort_known: bool = False
     may_stop: bool = False
     simulated: Event | None = None
+    # A strategy's digest has it already (`Placement.settings`).
+    placement: Placement = field(default=SERVER, metadata=OUTSIDE_DIGEST)
 
     def __post_init__(self) -> None:
         for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
@@ -190,6 +196,8 @@ class ReleasePlan(Generic[BoundT]):
         check_level(self.level, self.sampler.adjacency, allowed=("zero-out",))
         if self.noise.multiplier:
             refuse_noise(self.bound, f"{self._noise_table}.multiplier", self.noise.multiplier)
+        self.placement.check_noise(self.bound, self.noise)
+        self.placement.check_cohort(self.sampler, known=self.cohort_known)
         if self.noise.correlated:
             object.__setattr__(self, "noise", self._fitted_noise())
 
@@ -310,9 +318,15 @@ class ReleasePlan(Generic[BoundT]):
             )
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What enters a strategy's digest, which keys its noise: other names re-key seeded runs."""
+        own = {"mechanism": self.bound, "cohort": self.sampler, "noise": self.noise}
+        return own | self.placement.settings
+
+    @property
     def public(self) -> dict[str, Fact]:
         """The plan's public facts in a ledger line, in addition to the event."""
-        facts: dict[str, Fact] = {"denominator": self.denominator}
+        facts: dict[str, Fact] = {"denominator": self.denominator, **self.placement.public}
         if self.simulated_cohort:
             facts[SIMULATED_COHORT] = self.simulated_cohort
         return facts | dict.fromkeys(self.declared, DECLARED)
@@ -395,6 +409,27 @@ class ReleasePlan(Generic[BoundT]):
             # Correlated noise makes all rounds one Gaussian.
             count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
             guarantee=self.bound.guarantee == "gaussian",
+        )
+
+    def entry(self, event: Event, **fields: Any) -> Entry:
+        """A ledger's entry for this event of the plan.
+
+        Parameters
+        ----------
+        event : Event
+            What is charged, as from `charge`.
+        **fields
+            Further fields of `Entry`; ``public`` is in addition to the plan's own facts.
+        """
+        at_client = self.level == "example" or self.placement.at_clients
+        return Entry(
+            level=self.level,
+            event=event,
+            mechanism=str(self.bound),
+            placement="client" if at_client else "server",
+            declared_by_user=self.declared_by_user,
+            public={**self.public, **fields.pop("public", {})},
+            **fields,
         )
 
     def epsilon(self, delta: float, *, after: int | None = None) -> float:

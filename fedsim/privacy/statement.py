@@ -9,17 +9,11 @@ from typing import Any, Self
 
 from fedsim.arguments import check_arguments
 from fedsim.privacy.accountant import Cost
-from fedsim.privacy.adversary import (
-    ReleaseSetting,
-    adversary,
-    large_delta,
-    not_covered,
-    public_facts,
-    trusted,
-)
+from fedsim.privacy.assumptions import ReleaseSetting, large_delta, not_covered, public_facts
 from fedsim.privacy.entry import SIMULATED_COHORT, Entry, History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Adjacency, Level
+from fedsim.privacy.placement import adversary, trusted
 from fedsim.privacy.records import json_value
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 

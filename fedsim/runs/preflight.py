@@ -21,7 +21,7 @@ from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.mechanisms import Releaser
 from fedsim.mechanisms.bounded_values import joint_norm
 from fedsim.privacy import Accountant
-from fedsim.privacy.adversary import large_delta
+from fedsim.privacy.assumptions import large_delta
 from fedsim.privacy.manifest import signing_key
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.factories import most_expensive_client, private_metrics
@@ -45,9 +45,9 @@ TOO_NOISY = 0.05
 def check(resolved: Resolved) -> None:
     """Refuse a run that cannot work; called before its directory or a server is touched.
 
-    Data, model and client algorithm are built already. The mechanism, the placement of its noise,
-    its scalars and the budget are checked against the model; loss and metrics are tried on one
-    example, and the client algorithm in one step.
+    Data, model and client algorithm are built already. The mechanism, its scalars and the budget
+    are checked against the model; loss and metrics are tried on one example, and the client
+    algorithm in one step.
 
     Raises
     ------

@@ -139,12 +139,8 @@ class StatisticsPlan:
         """Compute the statistics from the run's release."""
         arrays, plan = tensors(run.arrays), release_plan(self.config)
         layout, bound = Layout.of(arrays), plan.bound
-        clients, secagg = self.config.partition.clients, self.config.secagg
-        multiplier = plan.noise.multiplier
-        # With secure aggregation `threshold - colluders` shares of noise are accounted for, but the
-        # sum has the noise of all clients.
-        if secagg.threshold:
-            multiplier *= math.sqrt(clients / (secagg.threshold - secagg.colluders))
+        clients = self.config.partition.clients
+        multiplier = plan.noise.multiplier * plan.placement.excess_noise(clients)
         split = bound.noise_multipliers(multiplier, plan.denominator, layout)
         norm = bound.cover(layout)[0].bound.radius({}, layout.d)
         sums = layout.flatten(arrays).numpy() * plan.denominator

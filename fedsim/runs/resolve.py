@@ -273,7 +273,6 @@ def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
         ledger=ledger,
         seed=Randomness(seed_of(config), resolved.release),
         server_optimizer=server_optimizer or factories.server_optimizer(config),
-        placement=config.placement,
         clients=ClientTraining(
             algorithm=factories.algorithm(config),
             private_examples=client.private,

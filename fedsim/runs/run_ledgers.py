@@ -15,7 +15,7 @@ from fedsim.config.plan import with_assumptions
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, Level, Statement, claimed
-from fedsim.privacy.adversary import ReleaseSetting
+from fedsim.privacy.assumptions import ReleaseSetting
 from fedsim.privacy.ledger import End, statement_of
 from fedsim.runs.metrics import QUANTILES, MetricsFile, Row, subject
 

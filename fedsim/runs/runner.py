@@ -297,8 +297,7 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
 
 def masking_app(resolved: Resolved) -> ClientApp:
     """The clients as a Flower app that takes part in secure aggregation."""
-    bound = resolved.plan.bound
-    placement = resolved.config.placement
+    bound, threshold = resolved.plan.bound, resolved.config.secagg.threshold
     return client_app(
-        lambda _: resolved.trainer, lambda _: bound, placement_for=lambda _: placement
+        lambda _: resolved.trainer, lambda _: bound, threshold_for=lambda _: threshold
     )

@@ -2,7 +2,6 @@
 
 from fedsim.arguments import explain_calls
 from fedsim.federation.aggregation.robust import Krum, Median, RobustMean, TrimmedMean
-from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, PrivateMetrics
 from fedsim.federation.dp_fedavg import DPFedAvg
 from fedsim.federation.optimizers import adam, sgd
@@ -10,6 +9,7 @@ from fedsim.federation.participants import Availability
 from fedsim.federation.round_report import RoundReport, RunFailedError
 from fedsim.federation.rounds import Rounds, round_timeout, rounds_of, run_to_end
 from fedsim.mechanisms.bounded_values import ValueRange
+from fedsim.privacy.placement import SecureAggregation
 from fedsim.server_optimizers import ServerAdam, ServerOptimizer, ServerSGD
 
 __all__ = [

@@ -311,21 +311,13 @@ class ExampleReleases:
             event, through = self._due(plan, round, self._progress(client), rounds)
             groups.setdefault((event, through, size), []).append(client)
         return [
-            Entry(
+            plans[size].entry(
+                event,
                 round=round,
                 through=through,
                 clients=tuple(clients),
-                level="example",
-                event=event,
                 entropy=self._entropy,
-                mechanism=str(self._privacy.mechanism),
-                placement="client",
-                public={
-                    "examples": size,
-                    "steps": plans[size].releases,
-                    **plans[size].public,
-                    "rows": self._rows,
-                },
+                public={"examples": size, "steps": plans[size].releases, "rows": self._rows},
                 run=self.run,
             )
             for (event, through, size), clients in groups.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,9 +13,22 @@ from flwr.serverapp.strategy import FedAdam, FedYogi
 
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort, InclusionSampler, PoissonCohort
-from fedsim.mechanisms import Clipping, Normalization, PerLayer
+from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.share_sums import ClientShares
+from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer
+from fedsim.privacy import Independent, ReleasePlan
+from fedsim.privacy.digest import digest_of
+from fedsim.privacy.placement import CLIENTS
 from fedsim.randomness import Randomness
-from fedsim.strategies import Availability, ClientMetrics, ClientTraining, DPFedAvg, adam, sgd
+from fedsim.strategies import (
+    Availability,
+    ClientMetrics,
+    ClientTraining,
+    DPFedAvg,
+    SecureAggregation,
+    adam,
+    sgd,
+)
 
 
 class Nights(InclusionSampler):
@@ -105,3 +119,32 @@ def test_what_cannot_change_a_release_does_not_change_the_key(changed) -> None:
     assert release_of(server_optimizer=FedYogi(eta=0.1)) == release_of(
         server_optimizer=FedYogi(eta=0.1)
     )
+
+
+def test_who_adds_the_noise_is_in_the_digest_under_one_name() -> None:
+    full = {"cohort": FullCohort(10)}
+    digests = [
+        str(release_of(**full, placement=placement))[:12]
+        for placement in ("server", "client", SecureAggregation(4, 1))
+    ]
+    # Renaming anything in them would re-key seeded runs.
+    assert digests == ["1a5038988369", "e32fb7362db6", "e70bdc3084d2"]
+    plan = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=1.0, seed=1, **full).plan
+    assert digest_of({"plan": plan}) == digest_of({"plan": replace(plan, placement=CLIENTS)})
+
+
+def test_a_plan_has_a_placement_and_no_other_is_given_beside_it() -> None:
+    plan = ReleasePlan(
+        level="client",
+        sampler=FullCohort(10),
+        bound=Clipping(1.0),
+        noise=Independent(1.0),
+        placement=CLIENTS,
+    )
+    assert DPFedAvg(plan=plan, seed=1).aggregation is ClientShares
+    with pytest.raises(FedsimError, match="placement is given together with plan="):
+        DPFedAvg(plan=plan, placement="server")
+    with pytest.raises(FedsimError, match="must be 'server' with NoPrivacy"):
+        replace(plan, bound=NoPrivacy("uniform"), noise=Independent(0.0))
+    with pytest.raises(FedsimError, match=r"secagg\.threshold is 11; it must be at most 10"):
+        replace(plan, placement=SecureAggregation(11))

@@ -24,10 +24,10 @@ from flwr.clientapp import ClientApp
 
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
+from fedsim.federation.aggregation.shares import SHARE_ARRAY
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.flower_internals import CLIENT_RAISED, NODE_UNAVAILABLE
 from fedsim.federation.private_metrics import PrivateEvaluation
-from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.federation.round_report import failures_in
 from fedsim.mechanisms import (
     AdaClip,

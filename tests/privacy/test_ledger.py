@@ -25,7 +25,7 @@ from fedsim.cohorts import (
 )
 from fedsim.errors import FedsimError
 from fedsim.privacy import Budget, Entry, Event, Ledger
-from fedsim.privacy.adversary import DECLARED_SENTENCES
+from fedsim.privacy.assumptions import DECLARED_SENTENCES
 from fedsim.privacy.ledger import GENESIS, sealed_line
 
 

@@ -345,7 +345,7 @@ def test_what_a_round_costs_is_seen_in_the_file_that_its_line_enters(tmp_path, w
         ledger = kind(tmp_path / "ledger.jsonl", delta=DELTA, keeps="evidence")
         if whose == "loops of others":
             return ledger, lambda number: ledger.release(plan, number).__enter__()
-        accounting = Accounting(plan, DELTA, None, ledger, "server", Randomness(None), run="a")
+        accounting = Accounting(plan, DELTA, None, ledger, Randomness(None), run="a")
         return ledger, lambda number: accounting.record(number, 1.0)
 
     (_, first), (late, second) = recorder(Ledger), recorder(Latecomer)

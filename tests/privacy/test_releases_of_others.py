@@ -13,6 +13,7 @@ from fedsim.cohorts import CyclicCohort, FullCohort, PoissonCohort, SeparatedCoh
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
 from fedsim.privacy.noise.banded import Banded
+from fedsim.privacy.placement import CLIENTS
 
 PLAN = ReleasePlan(
     level="client",
@@ -42,9 +43,10 @@ def test_the_server_is_an_adversary_where_a_node_adds_its_noise_itself(tmp_path:
         sampler=FullCohort(1, adjacency="replace-one"),
         bound=DeclaredBound("clipping in a mod", 1.0),
         noise=Independent(8.0),
+        placement=CLIENTS,
     )
     ledger = Ledger(tmp_path / "node.jsonl", delta=1e-5)
-    with ledger.release(plan, 1, placement="client"):
+    with ledger.release(plan, 1):
         pass
     words = str(Ledger.read(tmp_path / "node.jsonl").statement(1e-5))
     assert "is trusted." not in words

@@ -12,7 +12,7 @@ from ledger_helpers import COHORT, DELTA, ZEROED, release
 
 from fedsim.cohorts import CyclicCohort, FixedCohort, FullCohort, PoissonCohort, SeparatedCohort
 from fedsim.privacy import Accountant, Entry, Event, Ledger
-from fedsim.privacy.adversary import ReleaseSetting
+from fedsim.privacy.assumptions import ReleaseSetting
 from fedsim.privacy.laws import FullLaw, PoissonLaw
 from fedsim.privacy.ledger import statement_of
 from fedsim.privacy.losses import gaussian_delta

@@ -69,13 +69,6 @@ class NoiseSources:
         # A round keeps the secret under which it was drawn first.
         return Randomness(0, [secret for first, secret in self._secrets if first <= draw_round][-1])
 
-    def of_share(self, server_round: int, client: int) -> NoiseSource:
-        """The source of a client's share of this round's noise."""
-        generator = self._randomness.generator(
-            Purpose.SHARE, level="client", round=server_round, client=client
-        )
-        return NoiseSource(generator, self._noise.hardened)
-
     def of_round(self, server_round: int) -> NoiseSource:
         """The source of this round's noise; call it once a round, or noise would be drawn twice."""
         generator = self._generator(server_round, 0, 0)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.federation.aggregation.shares import (
+    SHARE_ARRAY,
     STATE_RECORD,
     USABLE,
     ShareRequest,
@@ -24,11 +25,13 @@ from fedsim.federation.aggregation.shares import (
     missing_share,
     share_multiplier,
     share_sizes,
+    share_source,
     split,
 )
 from fedsim.federation.arrays import array_record
 from fedsim.federation.replies import Reply, read
 from fedsim.mechanisms import PartialSum
+from fedsim.privacy.placement import NoiseShares
 from fedsim.rows.block import Block
 from fedsim.rows.exact import RowMasks
 
@@ -38,22 +41,16 @@ FARTHEST = 40.0
 
 
 class ShareSum(ServerSum):
-    """Base of aggregations of shares: requests shares, or makes those of clients in this process.
-
-    Subclasses implement `parts`.
-    """
+    """Base of aggregations of shares: requests them, or makes those of clients in this process."""
 
     on_workers: ClassVar[bool] = False
     charged_when_asked: ClassVar[bool] = True
 
-    @property
-    def parts(self) -> int:
-        """Number of shares into which the noise of the release is divided."""
-        raise NotImplementedError
-
     def __post_init__(self) -> None:
         super().__post_init__()
         release, plan = self.settings.randomness.release or "", self.plan
+        assert isinstance(plan.placement, NoiseShares)
+        self.parts = plan.placement.parts(self.summing.asked)
         self.share_request = ShareRequest(
             plan.bound, plan.noise, plan.denominator, self.parts, release
         )
@@ -67,13 +64,17 @@ class ShareSum(ServerSum):
     def shares_of(self, block: Block) -> Shares:
         """The shares that a block's clients would send, with the same noise draws."""
         assert block.rows is not None
-        noise, number = self.settings.noise, self.instructions.round
+        randomness, number = self.settings.randomness, self.instructions.round
+        hardened = self.plan.noise.hardened
         return make_shares(
             self.share_request,
             block.rows,
             self._bounding,
             self.summing.layout,
-            sources=[noise.of_share(number, client) for client in block.client_ids.tolist()],
+            sources=[
+                share_source(randomness, number, client, hardened=hardened)
+                for client in block.client_ids.tolist()
+            ],
             sides=self.summing.sides(block),
         )
 
@@ -85,19 +86,14 @@ class ClientShares(ShareSum):
     """
 
     @property
-    def parts(self) -> int:
-        """One for each client that was asked."""
-        return self.summing.asked
-
-    @property
     def missing_noise(self) -> float:
         """That of the shares that are missing."""
         return missing_share(self.parts, self.total.count)
 
     def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """Decode messages; they must have a share, and the flag whether its row was finite."""
-        size = sum(share_sizes(self.total).values())
-        return read(messages, self.instructions, self.tally, needed=(USABLE,), share_size=size)
+        share = SHARE_ARRAY, sum(share_sizes(self.total).values())
+        return read(messages, self.instructions, self.tally, needed=(USABLE,), units=share)
 
     def add(self, reply: Reply) -> Reply:
         """Add the clients' shares; return the reply with ``usable`` set."""

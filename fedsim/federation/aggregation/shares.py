@@ -23,16 +23,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
-from fedsim.mechanisms.releaser import NoisySum
 from fedsim.privacy.noise import Independent, Noise
+from fedsim.privacy.placement import CLIENTS
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.dense import Weights
 from fedsim.rows.exact import RowMasks
 
 STATE_RECORD = "mechanism-state"
+SHARE_ARRAY = "share-units"
+"""Name of the one array in a client's share."""
 USABLE = "share-usable"
 
 SHARE_TOLERANCE = 1e-9
@@ -162,22 +163,6 @@ def missing_share(asked: int, usable: int) -> float:
     return 1 - usable / asked if asked else 1.0
 
 
-def refuse_undivided(noisy_sum: NoisySum) -> None:
-    """Refuse noise that clients add if there is none, or if it cannot be divided into shares.
-
-    Raises
-    ------
-    FedsimError
-    """
-    must = "placement = 'client' (noise.placement); it must be 'server' with"
-    if noisy_sum.bound.guarantee == "none":
-        bound = type(noisy_sum.bound).__name__
-        raise FedsimError(f"{must} {bound}, which has no noise that clients could share.")
-    if noisy_sum.noise.correlated or not noisy_sum.noise.divisible:
-        noise = type(noisy_sum.noise).__name__
-        raise FedsimError(f"{must} {noise} noise (noise.name), which cannot be added in shares.")
-
-
 def make_shares(
     request: ShareRequest,
     block: Tensor,
@@ -207,7 +192,7 @@ def make_shares(
         longer than the bound for which its noise is scaled.
     """
     # The strategy refuses this too, but a client does not rely on the server's checks.
-    refuse_undivided(request)
+    CLIENTS.check_noise(request.bound, request.noise)
     _require_state(bounding, request.bound.bounding_state(request.bound.init(layout), layout))
     n = len(block)
     releaser = Releaser([request] * n, layout, device=block.device)
@@ -222,6 +207,14 @@ def make_shares(
     units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.parts))
     vectors = torch.cat([units[name] for name in share_sizes(total)], dim=1)
     return Shares(vectors, masks.usable[:, 0])
+
+
+def share_source(
+    randomness: Randomness, number: int, client: int, *, hardened: bool
+) -> NoiseSource:
+    """The source of a client's share of the noise of round ``number``."""
+    generator = randomness.generator(Purpose.SHARE, level="client", round=number, client=client)
+    return NoiseSource(generator, hardened)
 
 
 def _require_state(bounding: State, required: State) -> None:
@@ -292,14 +285,15 @@ def share_for_message(
     request = ShareRequest.read(entries, mechanism)
     # Keyed by the strategy's release digest, so that an engine in the strategy's process would make
     # the same share.
-    generator = Randomness(randomness.seed, request.release or None).generator(
-        Purpose.SHARE, level="client", round=_int(entries, "server-round"), client=client
+    keyed, number = (
+        Randomness(randomness.seed, request.release or None),
+        _int(entries, "server-round"),
     )
     return make_shares(
         request,
         row.unsqueeze(0),
         message.content.array_records[STATE_RECORD].to_torch_state_dict(),
         layout,
-        sources=[NoiseSource(generator, hardened=request.noise.hardened)],
+        sources=[share_source(keyed, number, client, hardened=request.noise.hardened)],
         sides={name: np.array([reported[name]]) for name in mechanism.side_names},
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedsim.array_types import Ints
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.aggregation.client_replies import NoisePlacement, training_reply
+from fedsim.federation.aggregation.client_replies import training_reply
 from fedsim.federation.aggregation.shares import (
     STATE_RECORD,
     USABLE,
@@ -44,7 +44,7 @@ def client_app(
     trainer_for: TrainerFor,
     mechanism_for: MechanismFor | None = None,
     seconds_for: Callable[[Context], float] | None = None,
-    placement_for: Callable[[Context], NoisePlacement] = lambda _: "server",
+    threshold_for: Callable[[Context], int] = lambda _: 0,
 ) -> ClientApp:
     """A ClientApp that trains and evaluates one client with `Trainer`.
 
@@ -59,8 +59,8 @@ def client_app(
     seconds_for : callable, optional
         Returns the seconds that a message may take, from the client's own start (`time_limit`). A
         client that takes longer replies with the error code `TIMED_OUT`.
-    placement_for : callable, optional
-        Returns where noise is drawn, by the client's own config.
+    threshold_for : callable, optional
+        Returns the fewest clients in a masked sum, by the client's own config (`training_reply`).
 
     Returns
     -------
@@ -85,7 +85,7 @@ def client_app(
             content = training_reply(
                 message,
                 context,
-                placement_for(context),
+                threshold_for(context),
                 share=own_share,
                 update=lambda: _parameters(message, context, trainer_for(context)),
             )

@@ -25,6 +25,7 @@ from whitebox.target import Observation, StrategyTarget, Target
 from fedsim.audit.findings import Finding, invariant
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
+from fedsim.privacy.placement import SecureAggregation
 from fedsim.rows import Layout
 from fedsim.rows.layout import PREFIX
 
@@ -334,7 +335,7 @@ class ClientNeighbours(Neighbours):
         With secure aggregation it is not checked, since there is no sum of a few clients: its
         statement assumes that dropouts do not depend on data.
         """
-        if self._small.template.secure is not None:
+        if isinstance(self._small.template.plan.placement, SecureAggregation):
             return
         clients = self._small.world(OPPOSED, neighbour="zero-out", scale=1.0)
         nobody = np.zeros(self._target.population, dtype=np.bool_)

@@ -266,7 +266,7 @@ class StrategyTarget(Target):
     @property
     def shares(self) -> bool:
         """Whether the strategy lets clients add the noise."""
-        return self.template._accounting.placement == "client"
+        return self.template.plan.placement.at_clients
 
     def observe(
         self,

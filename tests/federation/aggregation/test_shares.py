@@ -18,10 +18,9 @@ from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.share_sums import add_shares
-from fedsim.federation.aggregation.shares import ShareRequest, make_shares
+from fedsim.federation.aggregation.shares import SHARE_ARRAY, ShareRequest, make_shares
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
-from fedsim.federation.replies import SHARE_ARRAY
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,

@@ -22,7 +22,6 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedsim.errors import FedsimError, printable
-from fedsim.federation.aggregation.secagg import SecureAggregation
 from fedsim.federation.aggregation.secagg.protocol import (
     KEY_BYTES,
     RECORD,
@@ -44,6 +43,7 @@ from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
 from fedsim.federation.aggregation.shares import share_multiplier, share_sizes, split
 from fedsim.federation.replies import Reply, error_reason
 from fedsim.mechanisms import PartialSum, Release
+from fedsim.privacy.placement import SecureAggregation
 from fedsim.rows.block import Block, Reason
 from fedsim.rows.exact import RowMasks
 
@@ -57,16 +57,15 @@ Stages = Generator[list[Message], Iterable[Message], None]
 class SecureSum(ShareSum):
     """Sums shares that are masked in messages, or made in this process without masks."""
 
-    secure: SecureAggregation
     _stages: Stages | None = field(default=None, init=False)
     _why_lost: str | None = field(default=None, init=False)
     _failed: dict[int, Reason] = field(default_factory=dict, init=False)
     _survivors: list[int] = field(default_factory=list, init=False)
 
-    @property
-    def parts(self) -> int:
-        """One for each of the smallest number of honest survivors."""
-        return self.secure.honest
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.plan.placement, SecureAggregation)
+        self.secure = self.plan.placement
 
     # -- the stages ---------------------------------------------------------------------
 
