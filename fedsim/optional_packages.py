@@ -17,6 +17,7 @@ EXTRAS = {
     "ray": "ray",
     "tensorboard": "tensorboard",
     "torchvision": "vision",
+    "trackio": "trackio",
     "wandb": "wandb",
 }
 

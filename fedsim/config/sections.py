@@ -274,8 +274,8 @@ class LogSection(ConfigTable, table="log"):
     """Where a run's rows are sent, in addition to its directory."""
 
     to: str = ""
-    """Experiment trackers that also receive the metrics: tensorboard, mlflow, wandb, or several
-    with commas. Each needs the extra of its name."""
+    """Experiment trackers that also receive the metrics: tensorboard, mlflow, wandb, trackio, or
+    several with commas. Each needs the extra of its name."""
 
 
 @dataclass(frozen=True, init=False)

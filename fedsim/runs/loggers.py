@@ -1,7 +1,11 @@
-"""Loggers: callbacks that send a run's config and rows to TensorBoard, MLflow or W&B."""
+"""Loggers: callbacks that send a run's config and rows to TensorBoard, MLflow, W&B or Trackio."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import secrets
+import sys
 from typing import Any
 
 from fedsim import optional_packages
@@ -128,10 +132,54 @@ class WandB(_Continued):
         self._run.finish(exit_code=0 if status.ended else 1)
 
 
+class Trackio(_Continued):
+    """Logs config and rows to a run of Trackio, on this machine or where its variables say.
+
+    A resumed run continues the same run there. Its name ends in random digits, since Trackio finds
+    a run by its name alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run: Any = None
+
+    def on_start(self, status: RunStatus) -> None:
+        """Start the run of Trackio, or resume it."""
+        import trackio
+
+        title = status.config.title or status.config.name
+        self._id = self._id or f"{title}-{secrets.token_hex(4)}"
+        # `init` ends the run that is current in its context: in a sweep, that of another run.
+        with contextlib.redirect_stdout(sys.stderr):  # stdout may be `--json`'s
+            self._run = contextvars.Context().run(
+                trackio.init,
+                project="fedsim",
+                name=self._id,
+                config=status.config.to_run_config(),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def on_round(self, status: RunStatus) -> None:
+        """Log a round's row."""
+        if self._run is not None:
+            row = {name: value for name, value in status.row.items() if name != "round"}
+            self._run.log(row, step=status.round)
+
+    def on_end(self, status: RunStatus) -> None:
+        """Send what is left, and end the run of Trackio."""
+        if self._run is not None:
+            with contextlib.redirect_stdout(sys.stderr):
+                self._run.finish()
+
+
 LOGGERS: dict[str, type[Callback]] = {
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
     "wandb": WandB,
+    "trackio": Trackio,
 }
 """Loggers by the name of the package that each needs, which is also fedsim's extra."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -125,8 +126,46 @@ class WandB(ModuleType):
         return run
 
 
-@pytest.mark.parametrize("kind", [MLflow, WandB])
-def test_every_run_of_a_sweep_has_a_run_of_its_own_in_a_tracker(kind, tmp_path, monkeypatch):
+class Trackio(ModuleType):
+    """Like trackio 0.43: `init` ends the run that is current in its context; runs have names."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.__spec__ = ModuleSpec("trackio", None)
+        self.current: ContextVar[Any] = ContextVar("current", default=None)
+        self.active: list[str] = []
+        self.params: dict[str, dict[str, object]] = {}
+        self.rows: dict[str, dict[int, dict[str, float]]] = {}
+        self.states: dict[str, str] = {}
+
+    def init(self, *, project: str, name: str, resume: str = "never", **settings: Any) -> Any:
+        if (previous := self.current.get()) is not None:
+            previous.finish()
+        assert resume == "allow" or name not in self.rows
+        print("* Trackio project initialized: fedsim")
+        rows = self.rows.setdefault(name, {})
+        self.params.setdefault(name, settings["config"])
+        self.states[name] = "RUNNING"
+        self.active.append(name)
+
+        def finish() -> None:
+            if self.states[name] == "RUNNING":
+                self.states[name] = "FINISHED"
+                self.active.remove(name)
+
+        def log(row: dict[str, float], step: int) -> None:
+            assert self.states[name] == "RUNNING", f"Run ({name}) is finished."
+            rows[step] = row
+
+        run = SimpleNamespace(name=name, log=log, finish=finish)
+        self.current.set(run)
+        return run
+
+
+@pytest.mark.parametrize("kind", [MLflow, WandB, Trackio])
+def test_every_run_of_a_sweep_has_a_run_of_its_own_in_a_tracker(
+    kind, tmp_path, monkeypatch, capsys
+):
     tracker = kind()
     name = tracker.__name__
     monkeypatch.setitem(sys.modules, name, tracker)
@@ -135,6 +174,7 @@ def test_every_run_of_a_sweep_has_a_run_of_its_own_in_a_tracker(kind, tmp_path, 
         fedsim.run(config, out=tmp_path / "alone", resume=True)
     grid = grid_runs(config, parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path)
+    assert "Trackio" not in capsys.readouterr().out  # which may be `--json`'s
     assert not tracker.active
     assert set(tracker.states.values()) == {"FINISHED"}
     directories = [tmp_path / "alone", *(tmp_path / member.label for member in grid)]
