@@ -26,7 +26,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(DEV_INSTALLED): $(INSTALLED)
 	@echo "Adding the developers' tools to $(VENV): some tens of MB."
-	$(PIP) -e '.[dev]'
+	$(PIP) --quiet 'pip>=25.1'  # the first to know dependency groups
+	$(PIP) -e '.[all]' --group dev
 	@touch $@
 
 install: $(INSTALLED)  ## make .venv once, with what a user needs
@@ -44,7 +45,8 @@ test-wheel:  ## build the wheel, and run the demo and the fast tests from it alo
 	rm -rf build/wheel && mkdir -p build/wheel/checkout
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
-	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check $(addprefix -c ,$(PINS)) "$$(ls build/wheel/*.whl)[dev]"
+	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check $(addprefix -c ,$(PINS)) "$$(ls build/wheel/*.whl)[all]" --group dev
 	git archive HEAD | tar -x -C build/wheel/checkout --exclude=fedsim
 	cd build/wheel/checkout && ../venv/bin/fedsim run experiments/demo.toml --out runs/demo
 	cd build/wheel/checkout && PATH="$(CURDIR)/build/wheel/venv/bin:$$PATH" ../venv/bin/python -m pytest -n 2 --dist worksteal $(addprefix --ignore tests/,test_house.py test_documents.py test_site.py test_doctests.py integration/test_mutations.py)
@@ -54,7 +56,8 @@ test-gpu: $(DEV_INSTALLED)  ## run the tests that need a CUDA device
 
 test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an environment of its own
 	@test -x .venv-latest/bin/python || $(PYTHON) -m venv .venv-latest
-	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'flwr[simulation]' -e '.[dev]'
+	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'flwr[simulation]' -e '.[all]' --group dev
 	.venv-latest/bin/python -m pytest tests/federation tests/deploy tests/integration/test_plugin.py
 	.venv-latest/bin/python -m pytest -m slow $(addprefix tests/integration/test_,intruder.py secrets.py federation_faults.py)
 
@@ -67,12 +70,12 @@ lint: $(DEV_INSTALLED)  ## ruff, mypy --strict and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-lock: $(DEV_INSTALLED)  ## rewrite requirements.lock: what the image installs, with hashes (needs uv)
-	printf 'hatchling>=1.25\n' | uv pip compile pyproject.toml - --constraint constraints.txt --generate-hashes \
+lock: $(DEV_INSTALLED)  ## rewrite requirements.lock: what the image installs, with hashes
+	printf 'hatchling>=1.25\n' | $(BIN)/uv pip compile pyproject.toml - --constraint constraints.txt --generate-hashes \
 	  --python-version 3.11 --no-annotate --no-header --quiet --output-file requirements.lock
 
 docs: $(DEV_INSTALLED)  ## build the documentation's site: build/site/index.html
-	$(PIP) --quiet -e '.[docs]'
+	$(PIP) --quiet --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(DEV_INSTALLED)  ## speed and memory beside plain loops, with what is aimed at (ten minutes, all cores free)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import tomli_w
+import yaml
 
 from fedsim import registry
 from fedsim.config.describe import choices_of, flower_table, keys
@@ -46,7 +48,34 @@ def reference() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-FILES = {"pyproject.toml": pyproject, "docs/reference/config.md": reference}
+def index_for_models() -> str:
+    """docs/llms.txt: each page of the site that is a file here, with its first sentence."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    lines = [f"# {site['site_name']}", "", f"> {site['site_description']}."]
+    for section in site["nav"]:
+        ((title, pages),) = section.items()
+        entries = []
+        for page in [{title: pages}] if isinstance(pages, str) else pages:
+            ((name, path),) = page.items()
+            if (ROOT / "docs" / path).exists():
+                entries.append(f"- [{name}]({path}): {_first_sentence(ROOT / 'docs' / path)}")
+        lines += ["", f"## {title}", "", *entries] if entries else []
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(page: Path) -> str:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n|(?<=\n)(?=[-#|])", text)
+    prose = next(text for text in paragraphs if re.match(r"[A-Z`*\[]", text))
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(prose.split()))
+    return re.split(r"(?<=\.)\s", plain)[0]
+
+
+FILES = {
+    "docs/llms.txt": index_for_models,
+    "docs/reference/config.md": reference,
+    "pyproject.toml": pyproject,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Optional packages, and the extra of ``fedsim-dp`` that installs each."""
+"""Packages that can be absent, and what of ``fedsim-dp`` installs each."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ EXTRAS = {
     "wandb": "wandb",
 }
 
+BASE = ("flwr", "torch")
+"""Packages that accounting works without: ``pip install --no-deps`` leaves them out."""
+
 
 def require(what: str, *packages: str) -> None:
     """Refuse a feature whose optional packages are not installed.
@@ -37,12 +40,13 @@ def require(what: str, *packages: str) -> None:
 
 def absent(package: str) -> str:
     """End of a sentence: the package is not installed, and how to install it."""
-    return f"which is not installed; `pip install 'fedsim-dp[{EXTRAS[package]}]'` has it."
+    extra = "" if package in BASE else f"[{EXTRAS[package]}]"
+    return f"which is not installed; `pip install 'fedsim-dp{extra}'` has it."
 
 
 def of_import(error: ImportError) -> str | None:
-    """Message about a package that an import did not find; None if no extra has it."""
+    """Message about a package that an import did not find; None if it is none of fedsim's."""
     package = (error.name or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
+    if not isinstance(error, ModuleNotFoundError) or package not in (*EXTRAS, *BASE):
         return None
     return f"this needs {package}, {absent(package)}"

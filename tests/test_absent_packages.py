@@ -20,7 +20,7 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"ray", "torchvision", "matplotlib", "opacus"}:
+        if name.partition(".")[0] in {ABSENT}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
@@ -29,9 +29,13 @@ main()
 """
 
 
-def base(*arguments: str) -> tuple[int, str]:
+OPTIONAL = ("ray", "torchvision", "matplotlib", "opacus")
+
+
+def base(*arguments: str, absent: tuple[str, ...] = OPTIONAL) -> tuple[int, str]:
+    code = BASE.replace("{ABSENT}", repr(absent))
     ran = subprocess.run(
-        [sys.executable, "-c", BASE, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
     )
     return ran.returncode, " ".join((ran.stdout + ran.stderr).split())
 
@@ -62,6 +66,18 @@ def test_what_is_not_installed_is_named_with_its_extra(
     assert status == 2
     assert f"needs {package}, which is not installed; `pip install 'fedsim-dp[{extra}]'`" in words
     assert "Traceback" not in words
+
+
+def test_accounting_needs_neither_torch_nor_flower(tmp_path: Path) -> None:
+    config, run = str(ROOT / "experiments/demo.toml"), tmp_path / "run"
+    absent = (*OPTIONAL, "torch", "flwr", "grpc")
+    fedsim.run(fedsim.RunConfig.load(config).replace(rounds=2), out=run)
+    for arguments in (["privacy", config], ["privacy", str(run)], ["verify", str(run)]):
+        status, words = base(*arguments, absent=absent)
+        assert status == 0, words
+    status, words = base("run", config, "--out", str(tmp_path / "other"), absent=absent)
+    assert status == 2
+    assert "needs torch, which is not installed; `pip install 'fedsim-dp'` has it." in words
 
 
 def test_a_package_that_lacks_is_refused_before_it_is_used() -> None:
