@@ -34,7 +34,7 @@ from fedsim.runs.data_split import RunData
 from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
-from fedsim.training.frozen_stem import behind_frozen_stem
+from fedsim.training.frozen_stem import split_frozen_stem
 from fedsim.training.paths.choice import most_rows
 
 
@@ -196,9 +196,9 @@ def trainer_of(
     client, work = config.client, config.client.make_work()
     all_clients = data.population == config.partition.clients
     # Outputs of frozen first layers never change, so they are computed once for each example.
-    tail, inputs = behind_frozen_stem(model, data)
+    tail, inputs = split_frozen_stem(model, data)
     if test is not None:
-        test_tail, test_inputs = behind_frozen_stem(model, test)
+        test_tail, test_inputs = split_frozen_stem(model, test)
         # One model takes training and test inputs: precompute both or neither.
         if model in (tail, test_tail):
             tail, inputs, test_inputs = model, data, test
