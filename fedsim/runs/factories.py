@@ -147,11 +147,14 @@ def _outputs_and_targets_names(factory: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
+_OPTIMIZER = ("starting_point", "step", "state", "restore")
+
+
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
     """The server optimizer, which applies the noisy mean to the model."""
     choice = config.server.make()
     optimizer: ServerOptimizer = FlowerOptimizer(choice) if isinstance(choice, Strategy) else choice
-    if not all(callable(getattr(optimizer, name, None)) for name in ("step", "state", "restore")):
+    if not all(callable(getattr(optimizer, name, None)) for name in _OPTIMIZER):
         raise FedsimError(
             f"server.optimizer is '{config.server.optimizer}'; it must name a "
             "fedsim.strategies.ServerOptimizer, or a strategy of Flower's that refines the mean."
