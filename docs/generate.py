@@ -8,8 +8,9 @@ from pathlib import Path
 import tomli_w
 import yaml
 
+from experiments.leaderboard import leaderboard
 from fedsim import registry
-from fedsim.config.describe import object_names, flower_table, keys
+from fedsim.config.describe import choices_of, flower_table, keys
 from fedsim.config.release_keys import keys_outside_release
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,7 @@ def reference() -> str:
     lines += ["", "# What can be named", ""]
     for kind in registry.KINDS:
         lines += [f"## {kind}", ""]
-        lines += [f"- `{name}`: {line}" for name, line in object_names(kind)] + [""]
+        lines += [f"- `{name}`: {line}" for name, line in choices_of(kind)] + [""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -72,8 +73,9 @@ def _first_sentence(page: Path) -> str:
 
 
 FILES = {
-    "docs/llms.txt": index_for_models,
+    "docs/leaderboard.md": leaderboard,
     "docs/reference/config.md": reference,
+    "docs/llms.txt": index_for_models,  # of the pages above it, too
     "pyproject.toml": pyproject,
 }
 

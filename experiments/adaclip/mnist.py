@@ -16,7 +16,7 @@ from torch import Tensor
 from experiments.adaclip.central import DenseNet, train
 from experiments.adaclip.tuned import TunedRates, TunedSettings
 from experiments.framework.base import (
-    Claim,
+    ExperimentClaim,
     ExperimentMember,
     Outcome,
     Report,
@@ -197,14 +197,14 @@ class Mnist(TunedRates):
             return self.judged(results, "norm-bound", epsilon)
         return [results[_momentum_name(momentum, epsilon, seed)] for seed in self.fresh]
 
-    def _claims(self, results: Mapping[str, Result]) -> list[Claim]:
+    def _claims(self, results: Mapping[str, Result]) -> list[ExperimentClaim]:
         def ahead(method: str, baseline: str) -> Outcome:
             gains = self.gains(results, method, baseline)
             return all_ahead(gains), listed(gains, self.columns)
 
         behind = "Abadi's clipping is ahead of the norm bound at every eps run here"
         return [
-            Claim.under(
+            ExperimentClaim.under(
                 "adaclip-ahead",
                 "Table 1",
                 "AdaCliP is ahead of Abadi's clipping at every eps run here",
@@ -214,10 +214,12 @@ class Mnist(TunedRates):
                     "corrected": ahead("adaclip", "clipping"),
                 },
             ),
-            Claim("bound-behind", "Table 1", behind, *ahead("clipping", "norm-bound")),
+            ExperimentClaim("bound-behind", "Table 1", behind, *ahead("clipping", "norm-bound")),
         ]
 
-    def _momentum_claims(self, momenta: Mapping[float, list[list[Result]]]) -> list[Claim]:
+    def _momentum_claims(
+        self, momenta: Mapping[float, list[list[Result]]]
+    ) -> list[ExperimentClaim]:
         plain = momenta[0.0]
         apart = [
             paired(_ends(runs), _ends(without))
@@ -226,7 +228,7 @@ class Mnist(TunedRates):
             for runs, without in zip(by_epsilon, plain, strict=True)
         ]
         return [
-            Claim.under(
+            ExperimentClaim.under(
                 "momentum",
                 "Fig. 4",
                 "momentum ends where plain SGD does, at every eps run here",

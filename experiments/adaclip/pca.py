@@ -12,7 +12,7 @@ from experiments.adaclip.central import DenseNet, train
 from experiments.adaclip.dp_pca import principal_directions
 from experiments.adaclip.mnist import load_images
 from experiments.adaclip.tuned import TunedRates, TunedSettings
-from experiments.framework.base import Claim, Report, Result, Table, as_table, seeds_text
+from experiments.framework.base import ExperimentClaim, Report, Result, Table, as_table, seeds_text
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired, within
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PerLayer
@@ -107,28 +107,28 @@ class Pca(TunedRates):
             f"{noise.mean:.3f} [{noise.low:.3f}, {noise.high:.3f}]" for noise in noises
         )
         claims = [
-            Claim(
+            ExperimentClaim(
                 "adaclip-ahead",
                 "Table 2",
                 "AdaCliP is ahead of Abadi's clipping at every eps run here",
                 all_ahead(gains),
                 listed(gains, self.columns),
             ),
-            Claim(
+            ExperimentClaim(
                 "within-budget",
                 "Table 2",
                 "PCA and training together stay within epsilon, by their one ledger",
                 spent <= 1,
                 f"at most {spent:.4f} of it",
             ),
-            Claim(
+            ExperimentClaim(
                 "noise-below",
                 "Fig. 3",
                 "AdaCliP adds less noise than Abadi's clipping at every eps run here",
                 all_ahead(saved),
                 seen,
             ),
-            Claim.under(
+            ExperimentClaim.under(
                 "noise-ratio",
                 "Fig. 3",
                 "it adds about 0.8 of it at every eps run here",

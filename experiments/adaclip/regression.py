@@ -17,8 +17,8 @@ from experiments.adaclip.mnist import FORM
 from experiments.framework.base import (
     NOT_EMPTY,
     BestOfGrid,
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Outcome,
     Report,
@@ -187,12 +187,12 @@ class Regression(Experiment):
         name = f"errors-{PAPER}" if panel.rate else f"errors-c{panel.bound:g}"
         return Table(name, title, columns, rows)
 
-    def _grows(self, panel: _Panel) -> Claim:
+    def _grows(self, panel: _Panel) -> ExperimentClaim:
         """Whether clipping's error grows from each dimension to the next."""
         logs = [np.log10(seeds).tolist() for seeds in panel.errors["clipping"]]
         steps = [paired(more, fewer) for fewer, more in pairwise(logs)]
         means = [over_seeds(seeds)[0] for seeds in panel.errors["clipping"]]
-        return Claim(
+        return ExperimentClaim(
             f"clipping-grows-{PAPER}",
             "Fig. 2",
             f"{panel.name}, {METHODS['clipping'][0]}: error grows with d",
@@ -201,7 +201,7 @@ class Regression(Experiment):
             + f" at d = {', '.join(map(str, self.settings.dimensions))}",
         )
 
-    def _claims(self, name: str, panel: _Panel) -> list[Claim]:
+    def _claims(self, name: str, panel: _Panel) -> list[ExperimentClaim]:
         below: dict[str, Outcome] = {}
         flat: dict[str, Outcome] = {}
         for form, method in (("as printed", "literal"), ("corrected", "stabilised")):
@@ -226,14 +226,14 @@ class Regression(Experiment):
                     f"{min(means):.3g} to {max(means):.3g}",
                 )
         return [
-            Claim.under(
+            ExperimentClaim.under(
                 f"below-{name}",
                 "Fig. 2",
                 f"{panel.name}: AdaCliP's error is below clipping's in every dimension",
                 FORM,
                 below,
             ),
-            Claim.under(
+            ExperimentClaim.under(
                 f"flat-{name}",
                 "Fig. 2",
                 f"{panel.name}: AdaCliP's error does not depend on d",

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.framework.base import (
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Result,
@@ -114,7 +114,7 @@ class Theory(Experiment):
                     "E ||g~ - g||^2 is the square that clipping loses plus z^2 ||b||^2",
                     [(one["measured"], one["closed"], one["error"]) for one in noise],
                 ),
-                Claim(
+                ExperimentClaim(
                     "clipped", "Noise and clipping",
                     "at most a share gamma of rows is clipped (Markov)",
                     all(one["clipped"] <= g for one, g in zip(noise, settings.gammas, strict=True)),
@@ -128,7 +128,7 @@ class Theory(Experiment):
                     "without clipping, (g~ - m)^2 - z^2 b^2 estimates the variance without bias",
                     [(estimate[-1]["measured"], estimate[-1]["closed"], estimate[-1]["error"])],
                 ),
-                Claim(
+                ExperimentClaim(
                     "bound", "Convergence",
                     "the mean squared gradient is below the bound, for both b in every dimension",
                     all(
@@ -258,9 +258,9 @@ def momentum_noise(momentum: float, draws: int) -> Result:
 
 def _within_errors(
     name: str, panel: str, says: str, pairs: list[tuple[float, float, float]]
-) -> Claim:
+) -> ExperimentClaim:
     """Claim that simulations agree with closed forms."""
-    return Claim(
+    return ExperimentClaim(
         name,
         panel,
         says,

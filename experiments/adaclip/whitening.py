@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.adaclip.mnist import LABELS, Mnist, load_images, make_mechanism
 from experiments.adaclip.tuned import TunedRates
 from experiments.framework.base import (
-    Claim,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Result,
@@ -127,18 +127,18 @@ class Whitening(Mnist):
             ],
             figures=figures,
             claims=[
-                Claim(
+                ExperimentClaim(
                     "formula", PANEL, "by formula AdaCliP's b adds less noise than the whitening b",
                     spectrum["optimal"] < spectrum["whitening"],
                     f"a standard deviation of {formula:.3f} of it",
                 ),
-                Claim(
+                ExperimentClaim(
                     "less-noise", PANEL,
                     "in training AdaCliP's b adds less noise than the whitening b at every eps run "
                     "here, as shares of it saved",
                     all_ahead(saved), listed(saved, self.columns),
                 ),
-                Claim(
+                ExperimentClaim(
                     "ahead", PANEL,
                     "AdaCliP's b ends ahead of the whitening b at every eps run here",
                     all_ahead(gains), listed(gains, self.columns),

@@ -9,7 +9,7 @@ from typing import Annotated
 from matplotlib.figure import Figure
 
 from experiments.curves import Curve, curves
-from experiments.framework.base import NOT_EMPTY, Claim, Report, Result, Table
+from experiments.framework.base import NOT_EMPTY, ExperimentClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
@@ -75,7 +75,9 @@ class Comparison(ConfigRuns):
         claims = []
         for claim in self.settings.claims:
             gain = paired(best_of[claim.ahead][1].finals, best_of[claim.behind][1].finals)
-            claims.append(Claim(claim.name, claim.panel, claim.says, gain.positive, gain.text))
+            claims.append(
+                ExperimentClaim(claim.name, claim.panel, claim.says, gain.positive, gain.text)
+            )
         title = f"{self.settings.title}\n{self.where('examples', 'epochs')}"
         return Report(
             tables=[Table("accuracy", title, ["method", "epsilon", "rate", "accuracy (%)"], rows)],

@@ -15,8 +15,8 @@ from experiments.framework.base import (
     FLAT,
     NOT_EMPTY,
     BestOfGrid,
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Result,
@@ -204,14 +204,14 @@ class LocalSteps(Experiment):
         length = self._choice(results, point).value
         return [math.log10(results[_name(point, length, seed)]["end-gap"]) for seed in self._fresh]
 
-    def _more(self, results: Mapping[str, Result], panel: str, method: str) -> Claim:
+    def _more(self, results: Mapping[str, Result], panel: str, method: str) -> ExperimentClaim:
         """Claim that the paper's number of steps ends at a lower f than one step."""
         points = {point.steps: point for point in self._along(panel, [method])}
         one, many = (
             points[k] for k in (self.settings.local_steps[0], self.settings.reference_steps)
         )
         lower = paired(*(self._decibels(results, point) for point in (one, many)))
-        return Claim(
+        return ExperimentClaim(
             f"{panel}-{method}",
             PANELS[panel],
             f"{method}: E = {many.steps} ends at a lower f than E = {one.steps}, by {FLAT:g} dB "
@@ -220,13 +220,13 @@ class LocalSteps(Experiment):
             f"lower by {lower.text} dB",
         )
 
-    def _ahead(self, results: Mapping[str, Result], panel: str) -> Claim:
+    def _ahead(self, results: Mapping[str, Result], panel: str) -> ExperimentClaim:
         lower = [
             paired(*(self._decibels(results, Point(method, e, rate)) for method in METHODS))
             for _, e, rate in self._along(panel, METHODS[:1])
         ]
         names = [f"E = {e}" for e in self.settings.local_steps]
-        return Claim(
+        return ExperimentClaim(
             f"{panel}-normalization-ahead",
             PANELS[panel],
             "with C tuned for each, normalisation ends at a lower f than clipping, at every E",

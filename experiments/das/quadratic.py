@@ -14,8 +14,8 @@ from flwr.serverapp.strategy import Result as Trained
 from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
 from experiments.das.quadratic_pictures import curves, trajectories
 from experiments.framework.base import (
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Result,
@@ -163,7 +163,7 @@ class Quadratic(Experiment):
     def _panels(self) -> list[Case]:
         return [case for case in self.settings.cases if case.panel]
 
-    def _claims(self, results: Mapping[str, Result], ratio: float) -> list[Claim]:
+    def _claims(self, results: Mapping[str, Result], ratio: float) -> list[ExperimentClaim]:
         runs = {
             method: [
                 run for case in self.settings.cases for run in self._runs(results, case, method)
@@ -176,28 +176,28 @@ class Quadratic(Experiment):
         distances, gaps = self._nearer(results, "end"), self._nearer(results, "end-gap")
         names = [case.name for case in self._panels]
         return [
-            Claim(
+            ExperimentClaim(
                 "snr-constant",
                 "Signal-to-noise ratio",
                 "the SNR of normalised updates is one constant",
                 constant < 1e-7,
                 f"{ratio:.6f} in every round",
             ),
-            Claim(
+            ExperimentClaim(
                 "snr-order",
                 "Signal-to-noise ratio",
                 "the SNR of clipped updates is never above it",
                 highest <= ratio + 1e-7,
                 f"between {lowest:.4f} and {highest:.4f}",
             ),
-            Claim(
+            ExperimentClaim(
                 "normalization-nearer",
                 "Distance by round",
                 "normalisation ends nearer to w* than clipping, in every panel",
                 all_ahead(distances),
                 listed(distances, names),
             ),
-            Claim(
+            ExperimentClaim(
                 "normalization-lower",
                 "Trajectories",
                 "the way of normalised updates ends at a lower f, in every panel",

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from experiments.das.features import FILE, Extractor, write_features
 from experiments.framework.base import (
     BestOfGrid,
-    Claim,
+    ExperimentClaim,
+    LeaderboardEntry,
     Report,
     Result,
     Table,
@@ -100,14 +101,7 @@ class Das(ConfigRuns):
     def report(self, results: Mapping[str, Result]) -> Report:
         """The paper's table at every C and at the best one, and accuracy against C."""
         settings, scores = self.settings, self.scores(results)
-        choices = {
-            (epsilon, method): best(
-                f"C of {method} at eps = {epsilon:g}",
-                {bound: scores[_name(epsilon, method, bound)] for bound in settings.clip_norms},
-            )[2]
-            for epsilon in settings.epsilons
-            for method in METHODS
-        }
+        choices = self._choices(scores)
         rows: list[list[str | float | None]] = []
         figures = {FEDAVG: scores[FEDAVG].mean}
         for (epsilon, method), choice in choices.items():
@@ -131,9 +125,39 @@ class Das(ConfigRuns):
             choices=list(choices.values()),
         )
 
+    def _choices(self, scores: Mapping[str, Score]) -> dict[tuple[float, str], BestOfGrid]:
+        """The best C of each method at each epsilon."""
+        return {
+            (epsilon, method): best(
+                f"C of {method} at eps = {epsilon:g}",
+                {b: scores[_name(epsilon, method, b)] for b in self.settings.clip_norms},
+            )[2]
+            for epsilon in self.settings.epsilons
+            for method in METHODS
+        }
+
+    def entries(self, results: Mapping[str, Result]) -> list[LeaderboardEntry]:
+        """FedAvg, and each method at its best C; mean of the last rounds, as it is judged."""
+        scores = self.scores(results)
+        plans = {FEDAVG: FEDAVG} | {
+            _name(epsilon, method, choice.value): f"{method}, C chosen on test examples"
+            for (epsilon, method), choice in self._choices(scores).items()
+        }
+        base = self.base
+        clients = f"{base.partition.clients:,} clients of sorted shards"
+        federation = f"Softmax regression on {base.data.name}, {clients}"
+        return [
+            LeaderboardEntry(
+                method,
+                federation,
+                {f"{name} seed={k}": value for k, value in enumerate(scores[name].finals, 1)},
+            )
+            for name, method in plans.items()
+        ]
+
     def _claims(
         self, scores: Mapping[str, Score], choices: Mapping[tuple[float, str], BestOfGrid]
-    ) -> list[Claim]:
+    ) -> list[ExperimentClaim]:
         def gain(epsilon: float, clipping: float, normalization: float) -> Difference:
             return paired(
                 scores[_name(epsilon, "normalization", normalization)].finals,
@@ -146,7 +170,7 @@ class Das(ConfigRuns):
             small, large = gain(epsilon, low, low), gain(epsilon, high, high)
             tuned = gain(epsilon, *(choices[epsilon, method].value for method in METHODS))
             claims += [
-                Claim.under(
+                ExperimentClaim.under(
                     f"ahead-eps{epsilon:g}",
                     "Main table",
                     f"eps = {epsilon:g}: normalisation is ahead",
@@ -156,7 +180,7 @@ class Das(ConfigRuns):
                         f"the largest C for both, {high:g}": (large.positive, large.text),
                     },
                 ),
-                Claim(
+                ExperimentClaim(
                     f"small-c-eps{epsilon:g}",
                     "Main table",
                     f"eps = {epsilon:g}: at the smallest C, {low:g}, they agree to {SAME} points",

@@ -153,7 +153,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Claim:
+class ExperimentClaim:
     """A claim, stated so that runs can decide it; `judgement.toml` says whose it is.
 
     Attributes
@@ -185,7 +185,7 @@ class Claim:
     @classmethod
     def under(
         cls, name: str, panel: str, says: str, open: str, readings: Mapping[str, Outcome]
-    ) -> Claim:
+    ) -> ExperimentClaim:
         """A claim about something that the paper leaves ``open``, judged with each reading of it.
 
         Its verdict is that of all readings if they agree; otherwise it is not decided.
@@ -208,6 +208,22 @@ class Claim:
     def turns(self) -> bool:
         """Whether the verdict depends on the reading of what the paper leaves open."""
         return len({reproduced for reproduced, _ in self.readings.values()}) > 1
+
+
+@dataclass(frozen=True)
+class LeaderboardEntry:
+    """A method's runs, for a row of the leaderboard.
+
+    Attributes
+    ----------
+    method, federation : str
+    accuracies : mapping of str to float
+        Test accuracy (%) by the member's name, one member a seed.
+    """
+
+    method: str
+    federation: str
+    accuracies: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -254,7 +270,7 @@ class Report:
     tables : sequence of Table
     figures : mapping of name to float
         Numbers to compare with the paper's.
-    claims : sequence of Claim
+    claims : sequence of ExperimentClaim
     pictures : mapping of name to Figure
     choices : sequence of BestOfGrid
         Every choice from a grid on which a claim is based.
@@ -262,7 +278,7 @@ class Report:
 
     tables: Sequence[Table]
     figures: Mapping[str, float]
-    claims: Sequence[Claim]
+    claims: Sequence[ExperimentClaim]
     pictures: Mapping[str, Figure] = field(default_factory=dict)
     choices: Sequence[BestOfGrid] = ()
 
@@ -304,6 +320,10 @@ class Experiment(ABC):
     @abstractmethod
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Result of the member with these settings."""
+
+    def entries(self, results: Mapping[str, Result]) -> list[LeaderboardEntry]:
+        """Rows of the leaderboard; most experiments have none."""
+        return []
 
     @abstractmethod
     def report(self, results: Mapping[str, Result]) -> Report:

@@ -14,8 +14,8 @@ import experiments
 from experiments.framework.base import (
     FLAT,
     NOT_EMPTY,
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Row,
@@ -28,11 +28,11 @@ from fedsim.reports.plots import save
 from fedsim.settings import Constraint
 
 MIN_SEEDS = 3
-_TEXTS = read_toml(Path(experiments.__file__).parent / "pages.toml")
-NOT_MEASURED: str = _TEXTS["not-measured"]
-PAPERS: dict[str, str] = _TEXTS["papers"]
+TEXTS = read_toml(Path(experiments.__file__).parent / "pages.toml")
+NOT_MEASURED: str = TEXTS["not-measured"]
+PAPERS: dict[str, str] = TEXTS["papers"]
 """What each group of experiments is about, in the overview's order."""
-CAUSES: dict[str, str] = {"": "", **_TEXTS["causes"]}
+CAUSES: dict[str, str] = {"": "", **TEXTS["causes"]}
 """What a claim that is not reproduced is put down to."""
 
 WORDS = {
@@ -226,7 +226,7 @@ class Judged:
                 wrong += self._claim_faults(claims[name], claimed)
         return wrong
 
-    def _claim_faults(self, claim: Claim, claimed: Claimed) -> list[str]:
+    def _claim_faults(self, claim: ExperimentClaim, claimed: Claimed) -> list[str]:
         wrong = []
         if (verdict := claimed.word(claim.reproduced)) != claimed.verdict:
             wrong.append(
@@ -243,11 +243,11 @@ class Judged:
             wrong.append(f"claims.{claim.name} is about {claim.panel!r}, which is no panel.")
         return wrong
 
-    def claimed(self, claim: Claim) -> Claimed:
+    def claimed(self, claim: ExperimentClaim) -> Claimed:
         """What the judgement says of a claim; one that it does not name is ours."""
         return self.judgement.claims.get(claim.name, Claimed("not decided"))
 
-    def cause(self, claim: Claim) -> str:
+    def cause(self, claim: ExperimentClaim) -> str:
         """What a claim that is not reproduced, or not decided, is put down to, in words."""
         if claim.turns:
             return f"it turns with {claim.open}, which the paper does not give"
@@ -302,10 +302,10 @@ class Judged:
             mixed = f"{stored.on_gpu:,} of them on a GPU, {cores} for the rest"
             machines = {0: cores, count: "on a GPU"}.get(stored.on_gpu, mixed)
             private = sum("ledger" in member.result for member in stored.members.values())
-            ledgers = f" {_TEXTS['private'].format(count=private)}" if private else ""
+            ledgers = f" {TEXTS['private'].format(count=private)}" if private else ""
             blocks.append(
                 f"{count:,} runs, {machines}. Everything below is written from `results.json` "
-                f"({stored.fingerprint}) and `judgement.toml`. {_TEXTS['rule']}{ledgers}"
+                f"({stored.fingerprint}) and `judgement.toml`. {TEXTS['rule']}{ledgers}"
             )
             paper, ours = self.counts()
             blocks.append(f"Claims of the paper: {paper or 'none'}. Ours: {ours or 'none'}.")
@@ -324,7 +324,7 @@ class Judged:
             blocks = [f"**{NOT_MEASURED}** {self.unrun}", "\n".join(settings)]
             if judgement.earlier:
                 table = markdown_table(["figure", "then"], list(judgement.earlier.items()), 3)
-                blocks += ["## Figures of an earlier run", _TEXTS["earlier"], table]
+                blocks += ["## Figures of an earlier run", TEXTS["earlier"], table]
             return blocks
         blocks = []
         for panel in judgement.panels:
@@ -336,7 +336,7 @@ class Judged:
             for end in choice.flat_ends
         ]
         if ends:
-            remarks.append("- " + _TEXTS["flat"].format(flat=f"{FLAT:g}", ends="; ".join(ends)))
+            remarks.append("- " + TEXTS["flat"].format(flat=f"{FLAT:g}", ends="; ".join(ends)))
         if remarks:
             blocks += ["## Remarks", "\n".join(remarks)]
         if self.missing:
@@ -361,7 +361,7 @@ class Judged:
         for name in panel.pictures:  # each links to itself, as columns may be too narrow for it
             yield f"[![{panel.name}: {name}]({name}.png)]({name}.png)"
 
-    def _line(self, claim: Claim) -> str:
+    def _line(self, claim: ExperimentClaim) -> str:
         """A claim's verdict, whose it is, and what was measured, with each reading."""
         claimed = self.claimed(claim)
         whose = f"The paper ({claimed.source})" if claimed.source else "Ours"
@@ -451,7 +451,7 @@ def overview() -> str:
 
     In Markdown; pictures are linked below ``pictures/``.
     """
-    root, blocks = Path(experiments.__file__).parent, [_TEXTS["introduction"].strip()]
+    root, blocks = Path(experiments.__file__).parent, [TEXTS["introduction"].strip()]
     everything = [
         judge(load(path, data=Path("data")), Stored.load(path)) for path in directories().values()
     ]

@@ -7,12 +7,15 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -34,6 +37,7 @@ DIGITS = 6
 """Significant digits of a stored number; results are judged as stored."""
 
 _MARKER = ".fedsim-experiment"
+_ROOT = Path(experiments.__file__).parent
 
 
 def directories() -> dict[str, Path]:
@@ -138,11 +142,18 @@ class StoredResult:
     result : Result
     seconds : float or None
         Seconds of one core; None for a run on a GPU, or if only the total of all members is known.
+    gpu : float or None
+        Seconds on the clock of a run on a GPU.
+    date, commit : str
+        When it was run, and of which commit; empty if that is not known.
     """
 
     settings: str
     result: Result
     seconds: float | None = None
+    gpu: float | None = None
+    date: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -202,8 +213,9 @@ class Stored:
         lines = []
         for name, member in sorted(self.members.items()):
             content: dict[str, Any] = {"settings": member.settings, "result": member.result}
-            if member.seconds is not None:
-                content["seconds"] = round(member.seconds, 1)
+            for key, value in vars(member).items():
+                if key not in content and value not in (None, ""):
+                    content[key] = round(value, 1) if isinstance(value, float) else value
             written = json.dumps(content, separators=(",", ":"))
             lines.append(f"  {json.dumps(name)}: {written}")
         text = f'{{"seconds": {round(self.untimed)}, "members": {{\n' + ",\n".join(lines) + "\n}}\n"
@@ -237,10 +249,18 @@ class Finished:
         except (OSError, ValueError, TypeError):
             return None
 
-    def put(self, member: ExperimentMember, result: Result, seconds: float | None) -> None:
-        """Store a result and its seconds of one core (None on a GPU)."""
+    def put(
+        self,
+        member: ExperimentMember,
+        result: Result,
+        seconds: float | None,
+        gpu: float | None = None,
+    ) -> None:
+        """Store a result and its seconds, of one core or on a GPU, with the date and commit."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        stored = StoredResult(digest(member.settings), shortened(result), seconds)
+        stored = StoredResult(
+            digest(member.settings), shortened(result), seconds, gpu, _today(), _commit()
+        )
         replace(self._path(member), json.dumps(vars(stored)).encode())
 
     def _path(self, member: ExperimentMember) -> Path:
@@ -371,10 +391,27 @@ def _run(experiment: Experiment, finished: Finished, member: ExperimentMember) -
     """Run a member, and store its result."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
-    start = time.process_time()
+    start, clock = time.process_time(), time.monotonic()
     try:
         result = experiment.run(member.settings)
     except FedsimError as error:
         raise FedsimError(f"{member.name}: {error}") from error
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    finished.put(member, result, None if on_gpu else time.process_time() - start)
+    seconds, on_clock = time.process_time() - start, time.monotonic() - clock
+    finished.put(member, result, None if on_gpu else seconds, on_clock if on_gpu else None)
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+@cache
+def _commit() -> str:
+    """The checkout's commit, with a plus sign if files differ from it; empty outside of git."""
+    try:
+        of = partial(subprocess.run, cwd=_ROOT, check=True, capture_output=True, text=True)
+        head = of(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        changed = of(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head + "+" * bool(changed)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.framework.base import Claim, Report, Result, Table
+from experiments.framework.base import ExperimentClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
-from experiments.koskela.common import Koskela
+from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
 from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 
@@ -61,7 +61,7 @@ class KoskelaRate(Koskela):
         """Every starting rate at every sigma."""
         return {
             _name(start, sigma): {
-                "client.lr": start,
+                **optimiser("adadp-lr", start),
                 "client.noise.multiplier": sigma,
             }
             for sigma in self.settings.sigmas
@@ -99,7 +99,7 @@ class KoskelaRate(Koskela):
             settled_rates = np.array([of_seeds[start, sigma][:, settled] for start in s.starts])
             off = float(np.abs(settled_rates / predicted[sigma] - 1).max())
             claims.append(
-                Claim(
+                ExperimentClaim(
                     f"settles-sigma{sigma:g}",
                     "The settled rate",
                     f"at sigma = {sigma:g}, from every start and with every seed the rate is "

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.framework.base import BestOfGrid, Claim, Report, Result, Table
+from experiments.framework.base import BestOfGrid, ExperimentClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.framework.spread import Difference, over_seeds, paired
-from experiments.koskela.common import (
-    KEEPS,
-    KNOWN_KEEPS,
-    Koskela,
-    adadp,
-    constant_rate,
-    left_open,
-    units,
-)
+from experiments.koskela.common import Koskela, optimiser, units
 from experiments.koskela.federated_scores import UNITS
 from fedsim.config import Scalar
 from fedsim.models.networks import parse_widths
@@ -30,7 +21,7 @@ from fedsim.reports.plots import COLOURS, curve_style, grid
 WINDOW = 5  # rounds that an accuracy is the mean of
 PANEL = "Figs. 1a and 2a by scale"
 OPEN = "the unit of eta_0"
-ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0; see `_method`
+ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0
 _BASE = "rounds"  # the run's own scale, for the most rounds
 
 
@@ -42,8 +33,6 @@ class KoskelaScaleSettings(ConfigRunsSettings):
     ----------
     rates : list of float
         Grid of rates for SGD.
-    keeps : list of str
-        Which iterates ADADP keeps (of `KEEPS`); a verdict must be the same with each.
     horizons : list of int
         Rounds at which the two are compared; runs have the largest number.
     images, widths : list of int
@@ -53,7 +42,6 @@ class KoskelaScaleSettings(ConfigRunsSettings):
     """
 
     rates: list[float]
-    keeps: Annotated[list[str], KNOWN_KEEPS] = field(default_factory=lambda: ["half"])
     horizons: list[int]
     images: list[int]
     widths: list[int]
@@ -100,12 +88,11 @@ class KoskelaScale(Koskela):
         client = self.base.client
         limit = float(client.eta_max)
         methods = {
-            _method(unit, keep): {"client.state": "client", **adadp(start, keep, limit)}
-            for keep in self.settings.keeps
+            ADADP[unit]: {"client.state": "client", **optimiser("adadp-lr", start, limit)}
             for unit, start in units(float(client.lr), client.batch_size).items()
         }
         return methods | {
-            f"sgd rate={rate:g}": constant_rate("sgd", rate) for rate in self.settings.rates
+            f"sgd rate={rate:g}": optimiser("sgd", rate) for rate in self.settings.rates
         }
 
     def report(self, results: Mapping[str, Result]) -> Report:
@@ -117,13 +104,7 @@ class KoskelaScale(Koskela):
         points |= {
             f"{n} hidden units": (name, min(s.horizons)) for n, name in self._by_width.items()
         }
-        readings = {
-            f"{KEEPS[keep]}, {UNITS[unit]}": _method(unit, keep)
-            for keep in s.keeps
-            for unit in ADADP
-        }
-        drawn, *_ = readings  # of the run's own eta_0
-        gaps: dict[str, dict[str, Difference]] = {reading: {} for reading in readings}
+        gaps: dict[str, dict[str, Difference]] = {unit: {} for unit in ADADP}
         choices: list[BestOfGrid] = []
         rows: list[list[str | float | None]] = []
         figures: dict[str, float] = {}
@@ -135,59 +116,62 @@ class KoskelaScale(Koskela):
             choice = BestOfGrid(
                 f"rate of sgd at {name}", {rate: over_seeds(of)[0] for rate, of in sgd.items()}
             )
-            cells: list[str | float | None] = []
-            for reading, method in readings.items():
-                adaptive = self._finals(results, f"{scale} {method}", horizon)
-                gap = paired(adaptive, sgd[choice.value])
-                gaps[reading][name] = gap
-                cells += [over_seeds(adaptive)[0], gap.text]
+            means = []
+            for unit, method in ADADP.items():
+                adadp = self._finals(results, f"{scale} {method}", horizon)
+                gaps[unit][name] = paired(adadp, sgd[choice.value])
+                means.append(over_seeds(adadp)[0])
             choices.append(choice)
-            figures[f"gap {name}"] = gaps[drawn][name].mean
-            rows.append([name, over_seeds(sgd[choice.value])[0], f"{choice.value:g}", *cells])
-        columns = ["scale", "SGD, tuned (%)", "its rate"]
-        for reading in readings:
-            columns += [f"ADADP (%), {reading}", "gap (points)"]
+            figures[f"gap {name}"] = gaps["mean"][name].mean
+            rows.append([name, means[0], over_seeds(sgd[choice.value])[0], f"{choice.value:g}",
+                         gaps["mean"][name].text, means[1], gaps["sum"][name].text])  # fmt: skip
+        columns = [
+            "scale", "ADADP, eta kept (%)", "SGD, tuned (%)", "its rate", "gap (points)",
+            "ADADP, eta_0 of the sum (%)", "its gap",
+        ]  # fmt: skip
         return Report(
             tables=[Table("gaps", f"ADADP against tuned SGD\n{self._where}", columns, rows)],
             figures=figures,
             claims=[claim for more in (False, True) for claim in self._claims(gaps, more=more)],
-            pictures={"gaps": self._picture(gaps[drawn])},
+            pictures={"gaps": self._picture(gaps["mean"])},
             choices=choices,
         )
 
-    def _claims(self, gaps: Mapping[str, Mapping[str, Difference]], *, more: bool) -> list[Claim]:
+    def _claims(
+        self, gaps: Mapping[str, Mapping[str, Difference]], *, more: bool
+    ) -> list[ExperimentClaim]:
         """Claims on the gap over the rounds, with the run's own number of images or with ``more``.
 
-        ``gaps`` are by reading and scale; all readings must agree on a verdict.
+        Both units of eta_0 must agree on a verdict.
         """
         s = self.settings
         images = max(s.images) if more else self.base.partition.max_examples
         ends = {
-            reading: [
-                of_reading[_of_most(horizon, images) if more else f"{horizon} rounds"]
+            unit: [
+                of_unit[_of_most(horizon, images) if more else f"{horizon} rounds"]
                 for horizon in (min(s.horizons), max(s.horizons))
             ]
-            for reading, of_reading in gaps.items()
+            for unit, of_unit in gaps.items()
         }
         ending = "-images" if more else ""
         return [
-            Claim.under(
+            ExperimentClaim.under(
                 f"ahead{ending}",
                 PANEL,
                 f"after {max(s.horizons)} rounds of {images:,} images a client ADADP is ahead of "
                 "rate-tuned SGD",
-                left_open(OPEN, s.keeps),
-                {reading: (last.positive, last.text) for reading, (_, last) in ends.items()},
+                OPEN,
+                {UNITS[unit]: (last.positive, last.text) for unit, (_, last) in ends.items()},
             ),
-            Claim.under(
+            ExperimentClaim.under(
                 f"closer{ending}",
                 PANEL,
                 f"with {images:,} images a client ADADP's gap to SGD is better after "
                 f"{max(s.horizons)} rounds than after {min(s.horizons)}",
-                left_open(OPEN, s.keeps),
+                OPEN,
                 {
-                    reading: (_grown(first, last), f"{first.text}, then {last.text}")
-                    for reading, (first, last) in ends.items()
+                    UNITS[unit]: (_grown(first, last), f"{first.text}, then {last.text}")
+                    for unit, (first, last) in ends.items()
                 },
             ),
         ]
@@ -242,10 +226,6 @@ def _draw(
     panel.set_xscale("log")
     panel.set_xticks(values, [f"{value:,}" for value in values])
     panel.minorticks_off()
-
-
-def _method(unit: str, keep: str) -> str:
-    return ADADP[unit] if keep == "half" else f"{ADADP[unit]} full"
 
 
 def _of_most(horizon: int, images: int) -> str:

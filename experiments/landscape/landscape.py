@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from experiments.framework.base import (
     NOT_EMPTY,
     BestOfGrid,
-    Claim,
+    ExperimentClaim,
     ExperimentMember,
+    LeaderboardEntry,
     Report,
     Result,
     Table,
@@ -216,6 +217,21 @@ class Landscape(ConfigRuns):
             choices=[choice for choice in choices.values() if choice is not None],
         )
 
+    def entries(self, results: Mapping[str, Result]) -> list[LeaderboardEntry]:
+        """Every cell whose seeds have all been run."""
+        entries = []
+        for name in self.plans():
+            tests = {
+                member: results[member]["test"]
+                for seed in self._seeds
+                if (member := f"{name} seed={seed}") in results
+            }
+            if len(tests) == self.settings.seeds:
+                federation = f"{self.settings.title}: {self._federation(name).name}"
+                method = name.rpartition("eps=")[2].partition(", ")[2]
+                entries.append(LeaderboardEntry(method, federation, tests))
+        return entries
+
     @property
     def _seeds(self) -> range:
         first = 2 if self.settings.clip_norms else 1
@@ -338,7 +354,7 @@ class Landscape(ConfigRuns):
         columns = ["noise and cohort", "one run", *(f"{n} number" for n in NUMBERS), "all together"]
         return Table("price", title, columns, rows)
 
-    def _claim(self, claim: Contest, tests: Mapping[str, Sequence[float]]) -> Claim:
+    def _claim(self, claim: Contest, tests: Mapping[str, Sequence[float]]) -> ExperimentClaim:
         gains, names = [], []
         for federation in claim.federations:
             for epsilon in claim.epsilons:
@@ -348,10 +364,10 @@ class Landscape(ConfigRuns):
                 )
                 if min(len(first), len(second)) < self.settings.seeds:
                     says = "not all of its runs are made"
-                    return Claim(claim.name, self.settings.panel, claim.says, None, says)
+                    return ExperimentClaim(claim.name, self.settings.panel, claim.says, None, says)
                 gains.append(paired(first, second))
                 names.append(f"{federation}, eps {epsilon:g}")
-        return Claim(
+        return ExperimentClaim(
             claim.name, self.settings.panel, claim.says, all_ahead(gains), listed(gains, names)
         )
 

@@ -13,7 +13,8 @@ from scipy import stats
 from experiments.curves import Curve, curves
 from experiments.framework.base import (
     NOT_EMPTY,
-    Claim,
+    ExperimentClaim,
+    LeaderboardEntry,
     Report,
     Result,
     Table,
@@ -77,7 +78,7 @@ class Niid(ConfigRuns):
             rows.append([method.name, published, f"{len(best)}", shown, text, last])
             if method.deviation <= WILD:
                 says = f"{method.name} reaches {published} % in its best round"
-                claims.append(Claim(method.name, settings.title, says, inside, text))
+                claims.append(ExperimentClaim(method.name, settings.title, says, inside, text))
         columns = ["method", "published", "seeds", "best round", "difference [95 %]", "last round"]
         title = f"{settings.title}, test accuracy (%) in {self.base.rounds} rounds"
         lines = [
@@ -91,6 +92,21 @@ class Niid(ConfigRuns):
             claims=claims,
             pictures={"accuracy": curves(title, [("", lines)], xlabel="round")} if lines else {},
         )
+
+    def entries(self, results: Mapping[str, Result]) -> list[LeaderboardEntry]:
+        """The last round of every method, since the best one is found on the test examples."""
+        return [
+            LeaderboardEntry(
+                name,
+                self.settings.title,
+                {
+                    member: 100 * results[member]["accuracy"][-1]
+                    for seed in range(1, self.settings.seeds + 1)
+                    if (member := f"{name} seed={seed}") in results
+                },
+            )
+            for name in self.plans()
+        ]
 
     def _judged(
         self, method: PublishedMethod, best: Sequence[float], claims: int

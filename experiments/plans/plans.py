@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.framework.base import (
     NOT_EMPTY,
-    Claim,
+    ExperimentClaim,
     Report,
     Result,
     Table,
@@ -101,10 +101,12 @@ class Plans(ConfigRuns):
             pictures={"accuracy": self._picture(scores, title)},
         )
 
-    def _claim(self, claim: EpsilonsClaim, epsilon: float, scores: Mapping[str, Score]) -> Claim:
+    def _claim(
+        self, claim: EpsilonsClaim, epsilon: float, scores: Mapping[str, Score]
+    ) -> ExperimentClaim:
         first, second = (scores[_name(way, epsilon)] for way in (claim.ahead, claim.behind))
         gain = paired(first.finals, second.finals)
-        return Claim(
+        return ExperimentClaim(
             f"{claim.name}-{epsilon:g}",
             claim.panel,
             f"epsilon {epsilon:g}: {claim.ahead} ends above {claim.behind}",

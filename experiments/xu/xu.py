@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from experiments.framework.base import (
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Result,
@@ -185,18 +185,18 @@ def _epsilons() -> Result:
     }
 
 
-def _claims(lemma: Result, theorem: Result, draws: int) -> list[Claim]:
+def _claims(lemma: Result, theorem: Result, draws: int) -> list[ExperimentClaim]:
     paper, isotropic, reversed_ = (lemma[name] for name in list(NOISES)[:3])
     ahead = _less(paper, isotropic, draws)
     return [
-        Claim(
+        ExperimentClaim(
             "lemma-1",
             "Lemma 1",
             "Lemma 1: the adaptive noise meets the constraint",
             paper[0] <= 1,
             f"{paper[0]:.4f} <= 1",
         ),
-        Claim.under(
+        ExperimentClaim.under(
             "cosine",
             "Lemma 1",
             "the adaptive noise keeps the direction better than isotropic (.52 to .36)",
@@ -210,7 +210,7 @@ def _claims(lemma: Result, theorem: Result, draws: int) -> list[Claim]:
                 "median": (paper[3] > isotropic[3], f"{paper[3]:.3f} to {isotropic[3]:.3f}"),
             },
         ),
-        Claim.under(
+        ExperimentClaim.under(
             "cosine-worst",
             "Lemma 1",
             "the reversed noise keeps it worst",
@@ -221,14 +221,14 @@ def _claims(lemma: Result, theorem: Result, draws: int) -> list[Claim]:
             },
         ),
         _printed(lemma, draws),
-        Claim(
+        ExperimentClaim(
             "theorem-1",
             "Theorem 1",
             "Theorem 1 gives epsilon = 4.0 at alpha = 6",
             theorem["Theorem 1, alpha = 6"] <= 4.05,
             f"{theorem['Theorem 1, alpha = 6']:.2f}; best {theorem['Theorem 1, best order']:.2f}",
         ),
-        Claim(
+        ExperimentClaim(
             "four-spent",
             "Theorem 1",
             "the run of the paper spends at most (4.0, 1e-5), by Poisson sampling",
@@ -247,14 +247,14 @@ def _less(first: Sequence[float], second: Sequence[float], draws: int) -> Differ
     return Difference(first[2] - second[2], error, draws)
 
 
-def _printed(lemma: Result, draws: int) -> Claim:
+def _printed(lemma: Result, draws: int) -> ExperimentClaim:
     """Claim that the printed cosines are the means or medians, to two digits."""
     away = [
         Difference(printed - lemma[name][2], lemma[name][4] / math.sqrt(draws), draws)
         for name, printed in PRINTED.items()
     ]
     medians = {name: lemma[name][3] for name in PRINTED}
-    return Claim.under(
+    return ExperimentClaim.under(
         "cosine-printed",
         "Lemma 1",
         "the printed cosines are those of the three noises, to their two digits",
@@ -269,7 +269,7 @@ def _printed(lemma: Result, draws: int) -> Claim:
     )
 
 
-def _beale(runs: Mapping[str, list[Result]]) -> list[Claim]:
+def _beale(runs: Mapping[str, list[Result]]) -> list[ExperimentClaim]:
     """Claims that adaptive noise ends nearer to the minimum, paired by seed."""
 
     def nearer(method: str) -> Difference:
@@ -278,8 +278,10 @@ def _beale(runs: Mapping[str, list[Result]]) -> list[Claim]:
 
     says = "adaptive noise ends nearer to the minimum than uniform noise"
     return [
-        Claim("beale", "Fig. 1", says, nearer("adaptive").positive, nearer("adaptive").text),
-        Claim(
+        ExperimentClaim(
+            "beale", "Fig. 1", says, nearer("adaptive").positive, nearer("adaptive").text
+        ),
+        ExperimentClaim(
             "beale-raw",
             "Fig. 1",
             "the same with the printed statistics, which are not private",

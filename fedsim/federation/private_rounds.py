@@ -120,10 +120,7 @@ class PrivateRounds(ResumableStrategy):
         )
         if self._stops(refusal):
             return []
-        released = self._model.flatten(server)
-        vector = self.server_optimizer.starting_point(released)
-        if vector is not released:
-            arrays = array_record(to_arrays(vector, self._model, server))
+        vector = self._model.flatten(server)
         instructions = Instructions(
             message_type="train",
             round=server_round,

@@ -77,7 +77,7 @@ def _remote_method(name: str) -> Any:
     return lambda callback, *arguments: callback.ask(name, *arguments)
 
 
-class RemoteCallback(Callback):
+class DistantCallback(Callback):
     """Forwards every call to a `CallbackServer` in another process.
 
     Attributes
@@ -121,6 +121,6 @@ def _receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
-def remote_callback() -> RemoteCallback | None:
+def distant_callback() -> DistantCallback | None:
     """Callback of the process that started this one; None if that has none."""
-    return RemoteCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else None
+    return DistantCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else None

@@ -1,8 +1,6 @@
-"""Base classes of server optimisers, and of what follows their step.
+"""Base classes of server optimisers.
 
-They apply the noisy mean update, which is post-processing and has no privacy cost. What a step
-returns is the released model. An optimiser that releases something else than it steps, such as an
-average of its iterates, keeps its iterate in its state, and sends it to the clients.
+They apply the noisy mean update, which is post-processing and has no privacy cost.
 """
 
 from __future__ import annotations
@@ -18,19 +16,11 @@ from fedsim.settings import check_settings
 class ServerOptimizer(Protocol):
     """Applies a mean update to the global parameters.
 
-    The default `state` and `restore` are those of an optimiser without state between rounds, and
-    clients train by default from the released parameters.
+    The default `state` and `restore` are those of an optimiser without state between rounds.
     """
 
-    def starting_point(self, vector: Tensor) -> Tensor:
-        """Parameters ``[d]`` from which clients train, given the released ``vector [d]``."""
-        return vector
-
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
-        """Parameters to release, given the mean ``update [d]`` of clients that began at ``vector``.
-
-        Neither is changed.
-        """
+        """New parameters from ``vector [d]`` and the mean ``update [d]``; neither is changed."""
 
     def state(self) -> Mapping[str, Any]:
         """State to keep between rounds, by name: tensors and JSON values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,8 +28,8 @@ from experiments.command import experiment
 from experiments.framework import config_runs
 from experiments.framework import run as running
 from experiments.framework.base import (
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Result,
@@ -186,7 +187,9 @@ class Counting(Experiment):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         total = float(sum(result["value"] for result in results.values()))
-        return Report([], {"total": total}, [Claim("c", "Fig. 1", "it adds up", total > 0, "")])
+        return Report(
+            [], {"total": total}, [ExperimentClaim("c", "Fig. 1", "it adds up", total > 0, "")]
+        )
 
 
 @pytest.fixture
@@ -271,7 +274,10 @@ def test_stored_members_are_not_run_again_unless_they_are_to_be(
     assert Counting.runs == [0, 1, 3, 2]
     assert third.report is not None
     assert third.report.figures == {"total": 6.0}
-    assert all(one.seconds is not None for one in third.stored.members.values())
+    for one in third.stored.members.values():
+        assert one.seconds is not None
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", one.date)
+        assert re.fullmatch(r"[0-9a-f]{12}\+?|", one.commit)
     third.stored.save(counting)
     for _ in range(2):  # the second time --out has it
         run_experiment(counting, tmp_path / "d", only="* 0", again=True)

@@ -24,7 +24,7 @@ from experiments.adaclip.regression import descend, make_mechanism
 from experiments.command import experiment
 from experiments.framework.base import (
     BestOfGrid,
-    Claim,
+    ExperimentClaim,
     ExperimentMember,
     Report,
     Result,
@@ -194,7 +194,9 @@ def test_intervals_of_several_differences_hold_together() -> None:
 def test_a_verdict_that_turns_with_what_the_paper_leaves_open_is_not_decided(
     first: bool | None, second: bool | None, verdict: bool | None
 ) -> None:
-    claim = Claim.under("c", "Fig. 1", "so", "its unit", {"a": (first, "1"), "b": (second, "2")})
+    claim = ExperimentClaim.under(
+        "c", "Fig. 1", "so", "its unit", {"a": (first, "1"), "b": (second, "2")}
+    )
     assert (claim.reproduced, claim.turns) == (verdict, first is not second)
     assert claim.measured == "a: 1; b: 2"
 
@@ -202,7 +204,9 @@ def test_a_verdict_that_turns_with_what_the_paper_leaves_open_is_not_decided(
 def test_page_shows_both_sides_of_a_verdict_that_turns() -> None:
     turning = {"source": "section 2: it is so", "verdict": "not decided"}
     judgement = read_table(Judgement, TREE | {"claims": {"c": turning}})
-    claim = Claim.under("c", "Fig. 1", "so", "its unit", {"a": (True, "1"), "b": (False, "2")})
+    claim = ExperimentClaim.under(
+        "c", "Fig. 1", "so", "its unit", {"a": (True, "1"), "b": (False, "2")}
+    )
     judged = reported(judgement, claim)
     assert judged.faults == []
     assert (
@@ -268,12 +272,15 @@ TREE: dict[str, Any] = {
     "claims": {"c": {"verdict": "confirmed"}},
     "paper": {"f": 2.0},
 }
-CLAIM = Claim("c", "Fig. 1", "it is so", True, "1.0")
+CLAIM = ExperimentClaim("c", "Fig. 1", "it is so", True, "1.0")
 CONFIRMED = {"verdict": "confirmed"}
 
 
 def reported(
-    judgement: Judgement, *claims: Claim, choices: tuple[BestOfGrid, ...] = (), seeds: int = 3
+    judgement: Judgement,
+    *claims: ExperimentClaim,
+    choices: tuple[BestOfGrid, ...] = (),
+    seeds: int = 3,
 ) -> Judged:
     """A made-up report of some claims, with its page."""
     experiment = load(find("quadratic"), data=Path())
@@ -307,7 +314,7 @@ def test_report_that_agrees_with_its_judgement_has_no_fault(judgement: Judgement
     ],
 )
 def test_disagreement_of_report_and_judgement_is_a_sentence(
-    claim: Claim, changes: dict[str, Any], message: str
+    claim: ExperimentClaim, changes: dict[str, Any], message: str
 ) -> None:
     changed = read_table(Judgement, TREE | changes)
     assert any(message in fault for fault in reported(changed, claim).faults)
