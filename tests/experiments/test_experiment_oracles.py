@@ -16,6 +16,8 @@ from experiments.adaclip.regression import descend
 from experiments.adaclip.theory import descents, distortion, momentum_noise, variances
 from experiments.adaclip.whitening import Whitened, noises, spread
 from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
+from experiments.das.proposition import HuberProblem
+from experiments.das.proposition import descend as descend_huber
 from experiments.xu.beale import MINIMUM, beale, gradient
 from experiments.xu.formulas import (
     constraint,
@@ -340,3 +342,26 @@ class TestPrivatePca:
             directions.T @ directions, torch.eye(40, dtype=torch.float64), atol=1e-9, rtol=0
         )
         assert len(ledger.entries) == 1
+
+
+def test_hubers_gradient_is_that_of_its_loss_and_at_most_g_long() -> None:
+    problem = HuberProblem(LeastSquares(4, 6, 3, 1.0, seed=2), threshold=0.5)
+    points = 3 * np.random.default_rng(0).standard_normal((5, 6))
+    at = np.repeat(points[None], 4, axis=0)
+    gradients = problem.gradients(at)
+    for k, step in enumerate(1e-6 * np.eye(6)):
+        slopes = (problem.values(points + step) - problem.values(points - step)) / 2e-6
+        np.testing.assert_allclose(gradients.mean(0)[:, k], slopes, atol=1e-8)
+    assert 0 < np.linalg.norm(gradients, axis=2).max() <= problem.lipschitz
+
+
+def test_without_noise_and_threshold_a_round_is_that_of_the_quadratic() -> None:
+    squares = LeastSquares(4, 6, 3, 1.0, seed=2)
+    problem = HuberProblem(squares, threshold=1e6)
+    start = squares.start(1.0)
+    values = descend_huber(
+        problem, start[None], eta=0.1, steps=3, noise=0.0, rounds=1, seeds=[1, 2]
+    )
+    after = start + np.mean([squares.update(start, i, lr=0.1, steps=3) for i in range(4)], axis=0)
+    np.testing.assert_allclose(values[-1], np.repeat(problem.values(after[None]), 2), rtol=1e-10)
+    np.testing.assert_allclose(problem.optimum[0], squares.optimum, atol=1e-6)
