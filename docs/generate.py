@@ -10,7 +10,7 @@ import yaml
 
 from experiments.leaderboard import leaderboard
 from fedsim import registry
-from fedsim.config.describe import choices_of, flower_table, keys
+from fedsim.config.describe import object_names, flower_table, keys
 from fedsim.config.release_keys import keys_outside_release
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def reference() -> str:
     lines += ["", "# What can be named", ""]
     for kind in registry.KINDS:
         lines += [f"## {kind}", ""]
-        lines += [f"- `{name}`: {line}" for name, line in choices_of(kind)] + [""]
+        lines += [f"- `{name}`: {line}" for name, line in object_names(kind)] + [""]
     return "\n".join(lines).rstrip() + "\n"
 
 

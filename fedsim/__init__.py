@@ -12,7 +12,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from fedsim.lazy import names_of
+from fedsim.lazy import lazy_names
 from fedsim.version import VERSION
 
 if sys.platform == "win32":
@@ -58,4 +58,4 @@ def __dir__() -> list[str]:
 
 
 # Imported on first use: `import fedsim.privacy` must not load torch or Flower.
-__getattr__ = names_of(__name__, __file__)
+__getattr__ = lazy_names(__name__, __file__)

@@ -90,7 +90,7 @@ class AllowedCode:
         ------
         FedsimError
         """
-        home = home_of(value)
+        home = defining_module(value)
         if home is None:
             raise FedsimError(
                 f"{key} is '{name}', a {type(value).__name__} whose module is unknown; it must be "
@@ -180,7 +180,7 @@ def inherited() -> AllowedCode | None:
     return AllowedCode(tuple(filter(None, text.split(","))), of_user=True)
 
 
-def home_of(value: Any) -> str | None:
+def defining_module(value: Any) -> str | None:
     """The module in which a class, a function or an object's class is defined, if that is known."""
     while isinstance(value, functools.partial):
         value = value.func

@@ -222,9 +222,9 @@ def explain_call(kind: K) -> K:
     return kind
 
 
-def unknown_argument(function: Callable[..., Any], name: str) -> FedsimError:
+def unknown_argument_error(function: Callable[..., Any], name: str) -> FedsimError:
     """The error for a keyword that a function or class does not take."""
-    called, named = _called(function), [p.name for p in _parameters(function)]
+    called, named = _callable_name(function), [p.name for p in _parameters(function)]
     start = f"{hint} It" if (hint := closest_argument(name, named)) else " it"
     takes = ", ".join(named) or "no arguments"
     return FedsimError(f"{called} has no argument {name!r};{start} takes {takes}.")
@@ -239,7 +239,7 @@ def _wrong_call(
     names = [p.name for p in named]
     for name in keywords:
         if name not in names:
-            return unknown_argument(function, name)
+            return unknown_argument_error(function, name)
     # A method's first argument is its object.
     positions = args[1:] if next(iter(parameters), "") in _OWN else args
     by_position = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -247,19 +247,19 @@ def _wrong_call(
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in given:
             return FedsimError(
-                f"{_called(function)} needs the argument '{parameter.name}'; it takes "
+                f"{_callable_name(function)} needs the argument '{parameter.name}'; it takes "
                 f"{', '.join(names)}."
             )
     return FedsimError(
-        f"{_called(function)} takes {', '.join(by_position) or 'nothing'} by position, each once; "
-        f"name the arguments, as in {names[-1] if names else 'x'}=..."
+        f"{_callable_name(function)} takes {', '.join(by_position) or 'nothing'} by position, each "
+        f"once; name the arguments, as in {names[-1] if names else 'x'}=..."
     )
 
 
 _OWN = ("self", "cls")
 
 
-def _called(function: Callable[..., Any]) -> str:
+def _callable_name(function: Callable[..., Any]) -> str:
     """What a user calls: a class by the name of its ``__init__``'s class."""
     return function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 

@@ -63,7 +63,7 @@ def printable(text: object, limit: int = 200) -> str:
     return plain + "..." * (len(start) > limit)
 
 
-def users_place(trace: TracebackType | None) -> str:
+def user_code_location(trace: TracebackType | None) -> str:
     """File and line of the innermost frame of the user's own code, such as ``nets.py:12``.
 
     Empty if every frame is fedsim's or a library's.
@@ -74,11 +74,11 @@ def users_place(trace: TracebackType | None) -> str:
 
 def described(error: BaseException) -> str:
     """An error of a user's code for one line of a log: its type, message, file and line."""
-    place = users_place(error.__traceback__)
+    place = user_code_location(error.__traceback__)
     return f"{type(error).__name__}: {error}" + (f" (at {place})" if place else "")
 
 
-def users_traceback_alone(function: F) -> F:
+def user_traceback(function: F) -> F:
     """Cut the tracebacks of errors that leave a function down to the user's own frames.
 
     Frames of fedsim and of libraries (torch.fx, vmap) do not explain a user's mistake. Errors
@@ -90,19 +90,19 @@ def users_traceback_alone(function: F) -> F:
         try:
             return function(*args, **keywords)
         except Exception as error:
-            keep_users_frames(error)
+            keep_user_frames(error)
             # Not `raise error`: that would add this frame.
             raise
 
     return cast(F, shortened)
 
 
-def keep_users_frames(error: BaseException | None) -> bool:
+def keep_user_frames(error: BaseException | None) -> bool:
     """Cut the tracebacks of an error and of its causes; return whether any had a user's frame."""
     if error is None:
         return False
     frames = _users_frames(error.__traceback__)
-    has_frames = keep_users_frames(error.__cause__ or error.__context__) or bool(frames)
+    has_frames = keep_user_frames(error.__cause__ or error.__context__) or bool(frames)
     if has_frames:
         trace: TracebackType | None = None
         for entry in reversed(frames):

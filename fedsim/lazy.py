@@ -40,7 +40,7 @@ else:
         """
 
 
-def names_of(package: str, file: str) -> Callable[[str], Any]:
+def lazy_names(package: str, file: str) -> Callable[[str], Any]:
     """Make a package's ``__getattr__``, which imports a name at its first use.
 
     The names are those that the package's ``file`` imports (under ``TYPE_CHECKING``), and the

@@ -44,7 +44,7 @@ def absent(package: str) -> str:
     return f"which is not installed; `pip install 'fedsim-dp{extra}'` has it."
 
 
-def of_import(error: ImportError) -> str | None:
+def missing_package_message(error: ImportError) -> str | None:
     """Message about a package that an import did not find; None if it is none of fedsim's."""
     package = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in (*EXTRAS, *BASE):

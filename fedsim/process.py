@@ -84,7 +84,7 @@ def _handlers() -> dict[int, Any]:
 
 
 @contextmanager
-def _handled(
+def _signals_handled(
     before: dict[int, Any], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
     """Handle the signals of ``before`` by ``handle``, and then by their own handlers again.
@@ -133,7 +133,7 @@ def end_on_signal(end: Callable[[], None]) -> Iterator[None]:
         _log.warning("ending after this round; interrupt again to end at once.")
 
     try:
-        with _handled(before, handle):
+        with _signals_handled(before, handle):
             yield
     finally:
         if terminated:
@@ -152,7 +152,7 @@ def deferred_signals() -> Iterator[None]:
         arrived.append(number)
 
     try:
-        with _handled(before, defer):
+        with _signals_handled(before, defer):
             yield
     finally:
         for number in arrived:

@@ -133,11 +133,11 @@ def find(kind: str, name: str, key: str) -> Callable[..., Any]:
         If there is none. Errors raised by a user's or plug-in's module are passed on unchanged.
     """
     if ":" in name:
-        return _of_kind(kind, load(key, name), key, name)
+        return _require_class_of_kind(kind, load(key, name), key, name)
     if name in plugins(kind):
-        return _of_kind(kind, _from_plugin(kind, name, key), key, name)
+        return _require_class_of_kind(kind, _from_plugin(kind, name, key), key, name)
     if name not in _built_in(kind):
-        raise unknown_name(kind, name, key)
+        raise unknown_name_error(kind, name, key)
     importlib.import_module(_built_in(kind)[name])
     return _registered[kind, name]
 
@@ -194,7 +194,7 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     return points
 
 
-def unknown_name(kind: str, name: str, key: str) -> FedsimError:
+def unknown_name_error(kind: str, name: str, key: str) -> FedsimError:
     """The error for a key whose name is unknown (listing the known ones) or not allowed here."""
     allow_list = allowed_code.current()
     for point in _entry_points():
@@ -222,7 +222,9 @@ def _from_plugin(kind: str, name: str, key: str) -> Callable[..., Any]:
     return entry  # type: ignore[no-any-return]
 
 
-def _of_kind(kind: str, entry: Callable[..., Any], key: str, name: str) -> Callable[..., Any]:
+def _require_class_of_kind(
+    kind: str, entry: Callable[..., Any], key: str, name: str
+) -> Callable[..., Any]:
     """The thing itself; refused if it is a class whose objects would not be of this kind.
 
     The class is checked before an object is made: making one runs its code with a config's options.
@@ -271,7 +273,7 @@ def current_directory_importable() -> Iterator[None]:
         _directory_finder.directory = outside
 
 
-class _FoundFirst(threading.local, MetaPathFinder):
+class _DirectoryFinder(threading.local, MetaPathFinder):
     """Import finder that searches one more directory before `sys.path`, for one thread.
 
     `sys.path` itself is not changed: removing an entry while another thread iterates over it would
@@ -289,7 +291,7 @@ class _FoundFirst(threading.local, MetaPathFinder):
         return PathFinder.find_spec(fullname, [self.directory, *sys.path], target)
 
 
-_directory_finder = _FoundFirst()
+_directory_finder = _DirectoryFinder()
 sys.meta_path.insert(sys.meta_path.index(PathFinder), _directory_finder)
 
 

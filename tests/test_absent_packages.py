@@ -84,7 +84,10 @@ def test_a_package_that_lacks_is_refused_before_it_is_used() -> None:
     optional_packages.require("this test", "ray")
     with pytest.raises(FedsimError, match=r"this test needs wandb, .*fedsim-dp\[wandb\]"):
         optional_packages.require("this test", "wandb")
-    assert optional_packages.of_import(ModuleNotFoundError("none", name="other_package")) is None
+    assert (
+        optional_packages.missing_package_message(ModuleNotFoundError("none", name="other_package"))
+        is None
+    )
 
 
 def test_every_extra_is_one_of_the_package() -> None:

@@ -423,14 +423,14 @@ def test_the_option_stands_at_every_command_that_may_run_a_configs_code(canary):
 
 def test_a_simulations_processes_inherit_what_the_command_allows(monkeypatch, canary):
     monkeypatch.setenv(allowed_code.VARIABLE, "strange,torch.nn")
-    inherited = Policy.code_here()
+    inherited = Policy.process_allowed_code()
     assert inherited.of_user
-    assert inherited == SuperLink.code_here()
+    assert inherited == SuperLink.process_allowed_code()
     assert inherited.allows("strange.inner")
     assert not inherited.allows("torch.optim")
     monkeypatch.setenv(NODE, str(Path("node.toml").absolute()))
     Path("node.toml").write_text("[policy]\n")
-    assert not Policy.code_here().allows("strange")
+    assert not Policy.process_allowed_code().allows("strange")
 
 
 def test_a_plugin_is_the_users_but_not_a_servers_unless_listed(monkeypatch, canary):

@@ -22,8 +22,8 @@ from experiments.framework.base import (
     FLAT,
     NOT_EMPTY,
     BestOfGrid,
-    Claim,
     Experiment,
+    ExperimentClaim,
     ExperimentMember,
     Outcome,
     Report,
@@ -333,11 +333,11 @@ class Proposition(Experiment):
             for apart, start in self._problems
         ]
 
-    def _claims(self, cells: Mapping[str, Sequence[Cell]]) -> list[Claim]:
+    def _claims(self, cells: Mapping[str, Sequence[Cell]]) -> list[ExperimentClaim]:
         many = self.settings.local_steps[-1]
         open_setting = "what stays the same while E varies"
         return [
-            Claim.under(
+            ExperimentClaim.under(
                 "many",
                 PANEL,
                 f"where heterogeneity is least against the start's distance, E = {many} is better "
@@ -345,14 +345,14 @@ class Proposition(Experiment):
                 open_setting,
                 {READINGS[key]: _judged(min(of, key=_ratio), "many") for key, of in cells.items()},
             ),
-            Claim.under(
+            ExperimentClaim.under(
                 "one",
                 PANEL,
                 "where it is most, E = 1 is better",
                 open_setting,
                 {READINGS[key]: _judged(max(of, key=_ratio), "one") for key, of in cells.items()},
             ),
-            Claim.under(
+            ExperimentClaim.under(
                 "boundary",
                 PANEL,
                 f"one boundary, heterogeneity in proportion to distance, has the cells where E = "
@@ -362,14 +362,14 @@ class Proposition(Experiment):
             ),
         ]
 
-    def _below_the_bound(self, results: Mapping[str, Result]) -> Claim:
+    def _below_the_bound(self, results: Mapping[str, Result]) -> ExperimentClaim:
         shares = [
             float(np.mean(self._gaps(results, "scheduled", apart, start, e)["drawn"]))
             / results[_name(apart, start)]["bounds"][f"{e}"]
             for apart, start in self._problems
             for e in self.settings.local_steps
         ]
-        return Claim(
+        return ExperimentClaim(
             "bound",
             "Theorem 1",
             "the gap of an output drawn at random is below the bound in every cell, at every E",

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from experiments.framework.base import Result
 from experiments.framework.config_runs import ConfigRuns
+from fedsim.clients import AdadpLR
 from fedsim.config import Scalar
 from fedsim.runs.metrics import Row
+from fedsim.settings import Constraint
 
 
 class Koskela(ConfigRuns):
@@ -25,14 +27,34 @@ class Koskela(ConfigRuns):
         }
 
 
-def optimiser(name: str, rate: float, largest: float = 0.0) -> dict[str, Scalar]:
-    """Keys that turn an ``adadp-lr`` run into one with another rate or local algorithm.
+KEEPS = {"full": "the full step", "half": "the half steps"}
+"""Which iterate ADADP keeps, with labels: the paper's, everywhere, and the authors' code's."""
 
-    ``largest`` is the run's own ``client.eta-max`` for ADADP, raised to ``rate`` if that is larger.
+
+KNOWN_KEEPS = Constraint(
+    lambda keeps: keeps and set(keeps) <= set(KEEPS), "a list of full, half, or both"
+)
+
+
+def left_open(settings: str, keeps: Sequence[str]) -> str:
+    """What a verdict may turn with: ``settings``, and the iterate where both were run."""
+    return settings + ", or the iterate (paper and code differ)" * (len(keeps) > 1)
+
+
+def adadp(rate: float, keep: str, largest: float) -> dict[str, Scalar]:
+    """Keys that give an ``adadp-lr`` run, which keeps the half steps, another rate and iterate.
+
+    ``largest`` is the run's own ``client.eta-max``, raised to ``rate`` if that is larger. With the
+    full step the default limit is used instead, so that nothing of the algorithm is overridden.
     """
-    if name == "adadp-lr":
-        above: dict[str, Scalar] = {"client.eta-max": rate} if rate > largest > 0 else {}
-        return {"client.lr": rate, **above}
+    if keep == "half":
+        return {"client.lr": rate, **({"client.eta-max": rate} if rate > largest else {})}
+    limit = rate if rate > AdadpLR().eta_max else ""
+    return {"client.lr": rate, "client.keep": "", "client.eta-max": limit}
+
+
+def constant_rate(name: str, rate: float) -> dict[str, Scalar]:
+    """Keys that turn an ``adadp-lr`` run into one of another local algorithm and rate."""
     # Keys of ADADP alone must be unset, or the config is refused.
     return {
         "client.name": name,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from experiments.framework.base import Report, Result
 from experiments.framework.config_runs import ConfigRunsSettings
-from experiments.koskela.common import Koskela, optimiser, units
+from experiments.koskela.common import KNOWN_KEEPS, Koskela, adadp, constant_rate, units
 from experiments.koskela.federated_rounds import over_batches, over_rounds, with_adam
-from experiments.koskela.federated_scores import ADAM, READINGS, SGD, FederatedScores, plan_name
+from experiments.koskela.federated_scores import (
+    ADAM,
+    SGD,
+    FederatedScores,
+    keep_of,
+    plan_name,
+    readings_of,
+)
 from experiments.koskela.federated_sweeps import over_randomness, over_rates
 from fedsim.config import Scalar
 
@@ -27,6 +34,8 @@ class KoskelaFederatedSettings(ConfigRunsSettings):
         Values of randomness in figure 2a, ascending.
     batches : list of int
         Batch sizes in figure 1b; a client makes one pass over its examples per round in any case.
+    keeps : list of str
+        Which iterates ADADP keeps (of `KEEPS`); a verdict must be the same with each.
     starts : list of float
         Values of eta_0 for ADADP in figure 2b, at every randomness.
     rates, adam_rates : list of float
@@ -36,6 +45,7 @@ class KoskelaFederatedSettings(ConfigRunsSettings):
     mixed: float = 0.33
     randomness: list[float]
     batches: list[int]
+    keeps: Annotated[list[str], KNOWN_KEEPS] = field(default_factory=lambda: ["half"])
     starts: list[float]
     rates: list[float]
     adam_rates: list[float]
@@ -52,18 +62,19 @@ class KoskelaFederated(Koskela):
         s, batch = self.settings, self._batch
         shown = [(rho, batch) for rho in (s.mixed, *s.randomness)]
         shown += [(0.0, batch) for batch in s.batches]
+        methods = readings_of(s.keeps)
         points = [
             (method, rate, rho, batch)
             for rho, batch in shown
             for method, rates in (
                 (SGD, s.rates),
-                *((reading, units(self._start, batch).values()) for reading in READINGS),
+                *((method, units(self._start, batch).values()) for method in methods),
             )
             for rate in rates
         ]
         points += [
-            (reading, eta, rho, batch)
-            for reading in READINGS
+            (method, eta, rho, batch)
+            for method in methods
             for eta in s.starts
             for rho in sorted({s.mixed, *s.randomness})
         ]
@@ -85,6 +96,7 @@ class KoskelaFederated(Koskela):
             self._start,
             self._batch,
             self.where("examples a client", "rounds"),
+            s.keeps,
         )
         reports = [
             over_rounds(scores, s.mixed, s.rates),
@@ -98,7 +110,7 @@ class KoskelaFederated(Koskela):
             reports.append(over_randomness(scores, s.randomness, s.rates))
         figures = {
             f"{reading} rejected (%)": 100 * self._rejected(results, reading)
-            for reading in READINGS
+            for reading in scores.readings
         }
         return Report(
             tables=[table for figure in reports for table in figure.tables],
@@ -124,8 +136,8 @@ class KoskelaFederated(Koskela):
 
     def _changes(self, method: str, rate: float) -> dict[str, Scalar]:
         """Config keys of a run with this method and rate."""
-        if method not in READINGS:
-            return optimiser(method, rate)
+        if method in (SGD, ADAM):
+            return constant_rate(method, rate)
         state = "client" if method.endswith("kept") else "reset"
         limit = float(self.base.client.eta_max)
-        return {"client.state": state, **optimiser("adadp-lr", rate, limit)}
+        return {"client.state": state, **adadp(rate, keep_of(method), limit)}

@@ -9,7 +9,7 @@ from experiments.curves import Curve, curves
 from experiments.framework.base import ExperimentClaim, Report, Table
 from experiments.framework.config_runs import Score
 from experiments.framework.spread import Difference, paired
-from experiments.koskela.common import units
+from experiments.koskela.common import left_open, units
 from experiments.koskela.federated_scores import (
     ADAM,
     OPEN,
@@ -19,7 +19,6 @@ from experiments.koskela.federated_scores import (
     UNITS,
     FederatedScores,
     ahead,
-    in_every_reading,
 )
 
 
@@ -73,8 +72,8 @@ def _against(
                 figure,
                 f"Fig. {figure}",
                 f"at {100 * mixed:g} % random, ADADP ends above {word} with its best rate",
-                OPEN,
-                in_every_reading(
+                left_open(OPEN, scores.keeps),
+                scores.in_every_reading(
                     lambda reading, unit: ahead([paired(adadp[unit][reading].finals, tuned.finals)])
                 ),
             )
@@ -127,15 +126,12 @@ def over_batches(scores: FederatedScores, batches: Sequence[int], rates: Sequenc
         "1b",
         "Fig. 1b",
         "with a pair of classes a client, ADADP ends above rate-tuned SGD at every |B|",
-        OPEN,
-        in_every_reading(
+        left_open(OPEN, scores.keeps),
+        scores.in_every_reading(
             lambda reading, unit: ahead(gains[reading, unit], [f"|B| = {b}" for b in batches])
         ),
     )
-    columns = [
-        "|B|", "ADADP (%)", "ADADP, kept (%)", "ADADP, eta_0 of the sum (%)", "the same, kept (%)",
-        "SGD (%)", "SGD's rate",
-    ]  # fmt: skip
+    columns = ["|B|", *scores.columns, "SGD (%)", "SGD's rate"]
     table = Table("figure1b", title, columns, rows)
     picture = curves(title, panels, xlabel="round")
     return Report([table], figures, [claim], {"figure1b": picture}, choices)

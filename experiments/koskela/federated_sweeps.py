@@ -10,6 +10,7 @@ from experiments.curves import sweeps
 from experiments.framework.base import ExperimentClaim, Report, Table
 from experiments.framework.config_runs import Score
 from experiments.framework.spread import Difference, over_seeds, paired
+from experiments.koskela.common import left_open
 from experiments.koskela.federated_scores import (
     OPEN,
     READINGS,
@@ -19,7 +20,6 @@ from experiments.koskela.federated_scores import (
     UNITS,
     FederatedScores,
     ahead,
-    in_every_reading,
 )
 
 DIVERGED = 15.0
@@ -42,7 +42,10 @@ def over_rates(
     for rho in levels:
         lines = {
             method: scores.over(method, tried, rho)
-            for method, tried in (*((reading, starts) for reading in READINGS), (SGD, rates))
+            for method, tried in (
+                *((reading, starts) for reading in scores.readings),
+                (SGD, rates),
+            )
         }
         for x in sorted({*starts, *rates}):
             cells = [by_x[x].text if x in by_x else None for by_x in lines.values()]
@@ -52,7 +55,7 @@ def over_rates(
                 figures[f"2b {name} {x:g} rho={rho:g}"] = score.mean
         of_sgd = list(lines[SGD].values())
         learnt = [score for score in of_sgd if score.mean > DIVERGED] or of_sgd[:1]
-        for reading in READINGS:
+        for reading in scores.readings:
             ranges = _ranges(list(lines[reading].values()))
             for words, tried_of_sgd in (("all rates", of_sgd), ("where SGD learns", learnt)):
                 for part in FLAT_PARTS:
@@ -62,8 +65,10 @@ def over_rates(
         pictures[f"figure2b-{100 * rho:g}"] = sweeps(
             f"Fig. 2b: accuracy against the rate, {100 * rho:g} % random\n{scores.where}",
             [
-                ("ADADP, every round from $\\eta_0$", lines["adadp"], "adadp"),
-                ("ADADP, $\\eta$ kept from round to round", lines["adadp kept"], "kept"),
+                *(
+                    (READINGS[reading], lines[reading], STYLES[reading])
+                    for reading in scores.readings
+                ),
                 ("SGD, constant $\\eta$", lines[SGD], "sgd"),
             ],
             xlabel="$\\eta_0$ of ADADP, $\\eta$ of SGD",
@@ -74,14 +79,14 @@ def over_rates(
         "Fig. 2b",
         "over these rates ADADP's accuracy varies by less than a part of SGD's range, at every "
         "randomness",
-        "what counts as flat, SGD's rates, and whether clients keep eta from round to round",
+        left_open("what counts as flat, SGD's rates, whether clients keep eta", scores.keeps),
         {
             reading: ahead(differences, [f"{100 * rho:g} %" for rho in levels])
             for reading, differences in steadier.items()
         },
     )
     title = f"Fig. 2b: accuracy against the rate\n{scores.where}"
-    columns = ["randomness", "rate", "ADADP from it (%)", "ADADP, kept (%)", "SGD with it (%)"]
+    columns = ["randomness", "rate", *scores.columns[: len(scores.readings)], "SGD with it (%)"]
     return Report([Table("figure2b", title, columns, rows)], figures, [claim], pictures)
 
 
@@ -96,7 +101,7 @@ def over_randomness(
     lines = {
         _line(reading, unit): {rho: by_rho[rho][reading] for rho in randomness}
         for unit, by_rho in adadp.items()
-        for reading in READINGS
+        for reading in scores.readings
     }
     lines["sgd tuned"] = {rho: score for rho, (_, score, _) in tuned.items()}
     lines["sgd fixed"] = {rho: scores.over(SGD, rates, rho)[uniform] for rho in randomness}
@@ -119,7 +124,7 @@ def over_randomness(
     outcomes = {
         f"{how}, {reading}": outcome
         for name, how in hows.items()
-        for reading, outcome in in_every_reading(
+        for reading, outcome in scores.in_every_reading(
             lambda reading, unit, lost=drops[f"sgd {name}"]: ahead(  # type: ignore[misc]
                 [paired(lost, drops[_line(reading, unit)])]
             )
@@ -129,23 +134,20 @@ def over_randomness(
         "2a",
         "Fig. 2a",
         "from uniform to pathological data SGD loses more than ADADP",
-        f"how SGD's rate is tuned, {OPEN}",
+        left_open(f"how SGD's rate is tuned, {OPEN}", scores.keeps),
         outcomes,
     )
     picture = sweeps(
         title,
         [
-            *((READINGS[reading], lines[reading], STYLES[reading]) for reading in READINGS),
+            *((READINGS[reading], lines[reading], STYLES[reading]) for reading in scores.readings),
             ("SGD, tuned at each randomness", lines["sgd tuned"], "sgd"),
             (f"SGD, tuned on uniform data: {uniform:g}", lines["sgd fixed"], "fixed"),
         ],
         xlabel="randomness of the clients' data",
     )
-    columns = [
-        "randomness", "ADADP (%)", "ADADP, kept (%)", "ADADP, eta_0 of the sum (%)",
-        "the same, kept (%)", "SGD, tuned (%)",
-        f"SGD at {uniform:g} (%)", "tuned rate",
-    ]  # fmt: skip
+    columns = ["randomness", *scores.columns]
+    columns += ["SGD, tuned (%)", f"SGD at {uniform:g} (%)", "tuned rate"]
     table = Table("figure2a", title, columns, rows)
     choices = [choice for _, _, choice in tuned.values()]
     return Report([table], figures, [claim], {"figure2a": picture}, choices)

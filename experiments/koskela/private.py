@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 
 from experiments.curves import Curve, curves
 from experiments.framework.base import BestOfGrid, ExperimentClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings, Score, best
-from experiments.framework.spread import paired, within
-from experiments.koskela.common import Koskela, optimiser
+from experiments.framework.spread import Difference, paired, within
+from experiments.koskela.common import KEEPS, KNOWN_KEEPS, Koskela, adadp, constant_rate, left_open
+from experiments.koskela.moments import moments_epsilon
 from fedsim.config import Scalar
 
-ADADP, SGD, ADAM = "adadp-lr", "sgd", "adam"
+SGD, ADAM = "sgd", "adam"
 _START_STYLES = ("kept", "fifth")
 
 
@@ -28,12 +31,16 @@ class KoskelaPrivateSettings(ConfigRunsSettings):
         Noise multipliers; SGD's rate is tuned at the first.
     adam_sigmas : list of float
         The noise multipliers of figure 4, at which Adam is run.
+    keeps : list of str
+        Which iterates ADADP keeps (of `KEEPS`); a verdict must be the same with each.
     starts : list of float
         Values of eta_0 for ADADP in addition to the run's own, as multipliers of a batch's mean
         gradient. A verdict must be the same from all of them.
     rates, adam_rates : list of float
         Grids of constant rates for SGD and Adam; the best by final test accuracy is chosen.
         Without rates of SGD there is no figure 5.
+    examples : int
+        Number of private examples where ``run.toml`` takes all, for the moments accountant.
     margin : float
         Percentage points within which ADADP counts as good as another method in figure 4; judged
         with half and with twice as many.
@@ -41,9 +48,11 @@ class KoskelaPrivateSettings(ConfigRunsSettings):
 
     sigmas: list[float]
     adam_sigmas: list[float]
+    keeps: Annotated[list[str], KNOWN_KEEPS] = field(default_factory=lambda: ["half"])
     starts: list[float] = field(default_factory=list)
     rates: list[float]
     adam_rates: list[float]
+    examples: int = 0
     margin: float = 1.0
 
 
@@ -55,12 +64,21 @@ class KoskelaPrivate(Koskela):
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """ADADP and every rate of SGD at every sigma, and Adam at the sigmas of figure 4."""
         s = self.settings
-        points = [(ADADP, start, sigma) for sigma in s.sigmas for start in self._starts]
-        points += [(SGD, rate, sigma) for sigma in s.sigmas for rate in s.rates]
+        limit = float(self.base.client.eta_max)
+        plans = {
+            _adadp(keep, start, sigma): {
+                **adadp(start, keep, limit),
+                "client.noise.multiplier": sigma,
+            }
+            for keep in s.keeps
+            for sigma in s.sigmas
+            for start in self._starts
+        }
+        points = [(SGD, rate, sigma) for sigma in s.sigmas for rate in s.rates]
         points += [(ADAM, rate, sigma) for sigma in s.adam_sigmas for rate in s.adam_rates]
-        return {
+        return plans | {
             _name(method, rate, sigma): {
-                **optimiser(method, rate, float(self.base.client.eta_max)),
+                **constant_rate(method, rate),
                 "client.noise.multiplier": sigma,
             }
             for method, rate, sigma in points
@@ -82,6 +100,7 @@ class KoskelaPrivate(Koskela):
         if self.settings.rates:
             sections.append(self._against_sgd(scores, adadp, epsilons))
         figures = {f"epsilon sigma={sigma:g}": value for sigma, value in epsilons.items()}
+        figures |= {f"moments sigma={sigma:g}": self._moments(sigma) for sigma in epsilons}
         figures |= {f"adadp sigma={sigma:g}": score.mean for sigma, score in adadp.items()}
         return Report(
             tables=[table for section in sections for table in section.tables],
@@ -101,11 +120,33 @@ class KoskelaPrivate(Koskela):
         return self.settings.margin / 2, 2 * self.settings.margin
 
     def _adadp(self, sigma: float) -> str:
-        return _name(ADADP, self.base.client.lr, sigma)
+        """Name of ADADP from the run's own eta_0, with the first iterate of ``keeps``."""
+        return _adadp(self.settings.keeps[0], self.base.client.lr, sigma)
+
+    @property
+    def _readings(self) -> dict[str, tuple[str, float]]:
+        """Iterate and eta_0 of each reading, by words."""
+        several = len(self.settings.keeps) > 1
+        return {
+            f"{KEEPS[keep]}, " * several + f"from {start:g}": (keep, start)
+            for keep in self.settings.keeps
+            for start in self._starts
+        }
 
     @property
     def _where(self) -> str:
         return self.where("examples", "epochs")
+
+    def _moments(self, sigma: float) -> float:
+        """The epsilon that the moments accountant gives for as many releases."""
+        base = self.base
+        examples = self.settings.examples or base.partition.max_examples
+        return moments_epsilon(
+            sigma,
+            rate=base.client.batch_size / examples,
+            releases=base.rounds * math.ceil(examples / base.client.batch_size),
+            delta=base.client.noise.delta,
+        )
 
     def _against_adam(
         self,
@@ -125,7 +166,7 @@ class KoskelaPrivate(Koskela):
             lines = [Curve("ADADP", adaptive, "adadp")]
             rows.append([f"{sigma:g}", "ADADP", None, adaptive.text])
             for start, style in zip(s.starts, _START_STYLES, strict=False):
-                score = scores[_name(ADADP, start, sigma)]
+                score = scores[_adadp(s.keeps[0], start, sigma)]
                 lines.append(Curve(f"ADADP from {start:g}", score, style))
             for place, style, (rate, score) in zip(
                 ("best", "second best"), ("sgd", "second"), ranked, strict=False
@@ -163,23 +204,23 @@ class KoskelaPrivate(Koskela):
         self, name: str, panel: str, says: str, scores: Mapping[str, Score], sigma: float,
         other: Score, margins: Sequence[float] = (0.0,),
     ) -> ExperimentClaim:  # fmt: skip
-        """Claim that ADADP is ahead, or behind by no more than a margin, from every eta_0."""
+        """Claim that ADADP is ahead, or behind by no more than a margin, in every reading."""
         gaps = {
-            start: paired(scores[_name(ADADP, start, sigma)].finals, other.finals)
-            for start in self._starts
+            reading: paired(scores[_adadp(keep, start, sigma)].finals, other.finals)
+            for reading, (keep, start) in self._readings.items()
         }
-        unit = "the unit of eta_0"
+        unit = left_open("the unit of eta_0", self.settings.keeps)
         return ExperimentClaim.under(
             name,
             panel,
             says,
             unit if margins == (0.0,) else f"what counts as good, and {unit}",
             {
-                f"from {start:g}" + f", within {_points(margin)}" * (margin > 0): (
+                reading + f", within {_points(margin)}" * (margin > 0): (
                     within([gap], -margin, np.inf),
                     gap.text,
                 )
-                for start, gap in gaps.items()
+                for reading, gap in gaps.items()
                 for margin in margins
             },
         )
@@ -190,13 +231,16 @@ class KoskelaPrivate(Koskela):
         rows: list[list[str | float | None]] = []
         figures, claims = {}, []
         for sigma in s.sigmas:
-            by_start = {start: scores[_name(ADADP, start, sigma)] for start in self._starts}
-            for start, score in by_start.items():
-                rows.append([f"{sigma:g}", f"{start:g}", score.text])
-                figures[f"adadp from {start:g} sigma={sigma:g}"] = score.mean
-            finals = [score.finals for score in by_start.values()]
-            apart = [max(of_seed) - min(of_seed) for of_seed in zip(*finals, strict=True)]
-            spans = paired(apart, [0.0] * len(apart))
+            spans: dict[str, Difference] = {}
+            for keep in s.keeps:
+                by_start = {start: scores[_adadp(keep, start, sigma)] for start in self._starts}
+                half = " half" * (keep != s.keeps[0])
+                for start, score in by_start.items():
+                    rows.append([f"{sigma:g}", KEEPS[keep], f"{start:g}", score.text])
+                    figures[f"adadp{half} from {start:g} sigma={sigma:g}"] = score.mean
+                finals = [score.finals for score in by_start.values()]
+                apart = [max(of_seed) - min(of_seed) for of_seed in zip(*finals, strict=True)]
+                spans[keep] = paired(apart, [0.0] * len(apart))
             claims.append(
                 ExperimentClaim.under(
                     f"starts-sigma{sigma:g}",
@@ -204,15 +248,16 @@ class KoskelaPrivate(Koskela):
                     f"at sigma = {sigma:g}, ADADP ends alike from every eta_0 tried",
                     "what counts as alike",
                     {
-                        f"within {_points(margin)}": (
-                            within([spans], -np.inf, margin),
-                            f"{spans.mean:.2f} points apart [{spans.low:.2f}, {spans.high:.2f}]",
+                        f"{KEEPS[keep]}, " * (len(s.keeps) > 1) + f"within {_points(margin)}": (
+                            within([span], -np.inf, margin),
+                            f"{span.mean:.2f} points apart [{span.low:.2f}, {span.high:.2f}]",
                         )
+                        for keep, span in spans.items()
                         for margin in self._margins
                     },
                 )
             )
-        table = Table("starts", "ADADP by eta_0", ["sigma", "eta_0", "accuracy (%)"], rows)
+        table = Table("starts", "ADADP by eta_0", ["sigma", "keeps", "eta_0", "accuracy (%)"], rows)
         return Report([table], figures, claims)
 
     def _against_sgd(
@@ -235,8 +280,8 @@ class KoskelaPrivate(Koskela):
             adaptive = adadp[sigma]
             rows.append(
                 [
-                    f"{sigma:g}", f"{epsilons[sigma]:.3f}", adaptive.text, reused.text, tuned.text,
-                    f"{again:g}",
+                    f"{sigma:g}", f"{epsilons[sigma]:.3f}", f"{self._moments(sigma):.3f}",
+                    adaptive.text, reused.text, tuned.text, f"{again:g}",
                 ]
             )  # fmt: skip
             figures[f"5 sgd reused sigma={sigma:g}"] = reused.mean
@@ -256,8 +301,8 @@ class KoskelaPrivate(Koskela):
                     )
                 )  # fmt: skip
         columns = [
-            "sigma", "epsilon", "ADADP (%)", f"SGD at {once:g} (%)", "SGD tuned here (%)",
-            "tuned rate",
+            "sigma", "epsilon", "by moments", "ADADP (%)", f"SGD at {once:g} (%)",
+            "SGD tuned here (%)", "tuned rate",
         ]  # fmt: skip
         table = Table("figure5", title.replace("σ", "sigma"), columns, rows)
         picture = curves(title, panels, xlabel="epoch", first=1, width=max(2.9 * len(panels), 7.5))
@@ -285,6 +330,10 @@ def _points(margin: float) -> str:
 
 def _panel(sigma: float, epsilon: float) -> str:
     return f"$\\sigma$ = {sigma:g}, $\\epsilon$ = {epsilon:.2f}"
+
+
+def _adadp(keep: str, start: float, sigma: float) -> str:
+    return _name("adadp-lr" if keep == "half" else "adadp-lr full", start, sigma)
 
 
 def _name(method: str, rate: float, sigma: float) -> str:

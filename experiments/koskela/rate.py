@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments.framework.base import ExperimentClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
-from experiments.koskela.common import Koskela, optimiser
+from experiments.koskela.common import Koskela
 from fedsim.config import RunConfig, Scalar
 from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 
@@ -61,7 +61,7 @@ class KoskelaRate(Koskela):
         """Every starting rate at every sigma."""
         return {
             _name(start, sigma): {
-                **optimiser("adadp-lr", start),
+                "client.lr": start,
                 "client.noise.multiplier": sigma,
             }
             for sigma in self.settings.sigmas

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +13,15 @@ from matplotlib.figure import Figure
 from experiments.framework.base import BestOfGrid, ExperimentClaim, Report, Result, Table
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.framework.spread import Difference, over_seeds, paired
-from experiments.koskela.common import Koskela, optimiser, units
+from experiments.koskela.common import (
+    KEEPS,
+    KNOWN_KEEPS,
+    Koskela,
+    adadp,
+    constant_rate,
+    left_open,
+    units,
+)
 from experiments.koskela.federated_scores import UNITS
 from fedsim.config import Scalar
 from fedsim.models.networks import parse_widths
@@ -21,7 +30,7 @@ from fedsim.reports.plots import COLOURS, curve_style, grid
 WINDOW = 5  # rounds that an accuracy is the mean of
 PANEL = "Figs. 1a and 2a by scale"
 OPEN = "the unit of eta_0"
-ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0
+ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0; see `_method`
 _BASE = "rounds"  # the run's own scale, for the most rounds
 
 
@@ -33,6 +42,8 @@ class KoskelaScaleSettings(ConfigRunsSettings):
     ----------
     rates : list of float
         Grid of rates for SGD.
+    keeps : list of str
+        Which iterates ADADP keeps (of `KEEPS`); a verdict must be the same with each.
     horizons : list of int
         Rounds at which the two are compared; runs have the largest number.
     images, widths : list of int
@@ -42,6 +53,7 @@ class KoskelaScaleSettings(ConfigRunsSettings):
     """
 
     rates: list[float]
+    keeps: Annotated[list[str], KNOWN_KEEPS] = field(default_factory=lambda: ["half"])
     horizons: list[int]
     images: list[int]
     widths: list[int]
@@ -88,11 +100,12 @@ class KoskelaScale(Koskela):
         client = self.base.client
         limit = float(client.eta_max)
         methods = {
-            ADADP[unit]: {"client.state": "client", **optimiser("adadp-lr", start, limit)}
+            _method(unit, keep): {"client.state": "client", **adadp(start, keep, limit)}
+            for keep in self.settings.keeps
             for unit, start in units(float(client.lr), client.batch_size).items()
         }
         return methods | {
-            f"sgd rate={rate:g}": optimiser("sgd", rate) for rate in self.settings.rates
+            f"sgd rate={rate:g}": constant_rate("sgd", rate) for rate in self.settings.rates
         }
 
     def report(self, results: Mapping[str, Result]) -> Report:
@@ -104,7 +117,13 @@ class KoskelaScale(Koskela):
         points |= {
             f"{n} hidden units": (name, min(s.horizons)) for n, name in self._by_width.items()
         }
-        gaps: dict[str, dict[str, Difference]] = {unit: {} for unit in ADADP}
+        readings = {
+            f"{KEEPS[keep]}, {UNITS[unit]}": _method(unit, keep)
+            for keep in s.keeps
+            for unit in ADADP
+        }
+        drawn, *_ = readings  # of the run's own eta_0
+        gaps: dict[str, dict[str, Difference]] = {reading: {} for reading in readings}
         choices: list[BestOfGrid] = []
         rows: list[list[str | float | None]] = []
         figures: dict[str, float] = {}
@@ -116,24 +135,23 @@ class KoskelaScale(Koskela):
             choice = BestOfGrid(
                 f"rate of sgd at {name}", {rate: over_seeds(of)[0] for rate, of in sgd.items()}
             )
-            means = []
-            for unit, method in ADADP.items():
-                adadp = self._finals(results, f"{scale} {method}", horizon)
-                gaps[unit][name] = paired(adadp, sgd[choice.value])
-                means.append(over_seeds(adadp)[0])
+            cells: list[str | float | None] = []
+            for reading, method in readings.items():
+                adaptive = self._finals(results, f"{scale} {method}", horizon)
+                gap = paired(adaptive, sgd[choice.value])
+                gaps[reading][name] = gap
+                cells += [over_seeds(adaptive)[0], gap.text]
             choices.append(choice)
-            figures[f"gap {name}"] = gaps["mean"][name].mean
-            rows.append([name, means[0], over_seeds(sgd[choice.value])[0], f"{choice.value:g}",
-                         gaps["mean"][name].text, means[1], gaps["sum"][name].text])  # fmt: skip
-        columns = [
-            "scale", "ADADP, eta kept (%)", "SGD, tuned (%)", "its rate", "gap (points)",
-            "ADADP, eta_0 of the sum (%)", "its gap",
-        ]  # fmt: skip
+            figures[f"gap {name}"] = gaps[drawn][name].mean
+            rows.append([name, over_seeds(sgd[choice.value])[0], f"{choice.value:g}", *cells])
+        columns = ["scale", "SGD, tuned (%)", "its rate"]
+        for reading in readings:
+            columns += [f"ADADP (%), {reading}", "gap (points)"]
         return Report(
             tables=[Table("gaps", f"ADADP against tuned SGD\n{self._where}", columns, rows)],
             figures=figures,
             claims=[claim for more in (False, True) for claim in self._claims(gaps, more=more)],
-            pictures={"gaps": self._picture(gaps["mean"])},
+            pictures={"gaps": self._picture(gaps[drawn])},
             choices=choices,
         )
 
@@ -142,16 +160,16 @@ class KoskelaScale(Koskela):
     ) -> list[ExperimentClaim]:
         """Claims on the gap over the rounds, with the run's own number of images or with ``more``.
 
-        Both units of eta_0 must agree on a verdict.
+        ``gaps`` are by reading and scale; all readings must agree on a verdict.
         """
         s = self.settings
         images = max(s.images) if more else self.base.partition.max_examples
         ends = {
-            unit: [
-                of_unit[_of_most(horizon, images) if more else f"{horizon} rounds"]
+            reading: [
+                of_reading[_of_most(horizon, images) if more else f"{horizon} rounds"]
                 for horizon in (min(s.horizons), max(s.horizons))
             ]
-            for unit, of_unit in gaps.items()
+            for reading, of_reading in gaps.items()
         }
         ending = "-images" if more else ""
         return [
@@ -160,18 +178,18 @@ class KoskelaScale(Koskela):
                 PANEL,
                 f"after {max(s.horizons)} rounds of {images:,} images a client ADADP is ahead of "
                 "rate-tuned SGD",
-                OPEN,
-                {UNITS[unit]: (last.positive, last.text) for unit, (_, last) in ends.items()},
+                left_open(OPEN, s.keeps),
+                {reading: (last.positive, last.text) for reading, (_, last) in ends.items()},
             ),
             ExperimentClaim.under(
                 f"closer{ending}",
                 PANEL,
                 f"with {images:,} images a client ADADP's gap to SGD is better after "
                 f"{max(s.horizons)} rounds than after {min(s.horizons)}",
-                OPEN,
+                left_open(OPEN, s.keeps),
                 {
-                    UNITS[unit]: (_grown(first, last), f"{first.text}, then {last.text}")
-                    for unit, (first, last) in ends.items()
+                    reading: (_grown(first, last), f"{first.text}, then {last.text}")
+                    for reading, (first, last) in ends.items()
                 },
             ),
         ]
@@ -226,6 +244,10 @@ def _draw(
     panel.set_xscale("log")
     panel.set_xticks(values, [f"{value:,}" for value in values])
     panel.minorticks_off()
+
+
+def _method(unit: str, keep: str) -> str:
+    return ADADP[unit] if keep == "half" else f"{ADADP[unit]} full"
 
 
 def _of_most(horizon: int, images: int) -> str:

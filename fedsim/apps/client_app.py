@@ -77,7 +77,7 @@ def _admitted(context: Context) -> Iterator[Policy | None]:
     from fedsim.config import RunConfig
     from fedsim.deploy.policy import Policy
 
-    with allowed_code.use(Policy.code_here()):
+    with allowed_code.use(Policy.process_allowed_code()):
         config = RunConfig.from_run_config(context.run_config)
         policy = Policy.here(config)
         if policy is not None:

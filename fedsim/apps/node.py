@@ -62,10 +62,10 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
         whole = everybody.dataset
         train = whole.train[torch.from_numpy(everybody.parts[client])]
         test = whole.test[:0]
-        if everybody.test_parts is not None:
-            test = whole.test[torch.from_numpy(everybody.test_parts[client])]
+        if everybody.client_test_indices is not None:
+            test = whole.test[torch.from_numpy(everybody.client_test_indices[client])]
         sizes = everybody.planned_sizes
-        data = _of_one(config, client, replace(whole, train=train, test=test), sizes)
+        data = _single_client_data(config, client, replace(whole, train=train, test=test), sizes)
         return resolve(config, data=data)
     settings = config.data
     # Settings of data.name = "files" apply to each client's file, except the columns and types of
@@ -87,16 +87,16 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     tests = dealer.test_indices(train.columns, test.columns)
     # All training examples of a file have one owner, so this client is number 0 of the file.
     test = test[:0] if tests is None else test[torch.from_numpy(tests[0])]
-    data = _of_one(config, client, replace(dataset, train=train, test=test), ())
+    data = _single_client_data(config, client, replace(dataset, train=train, test=test), ())
     return resolve(config, data=data)
 
 
-def _of_one(
+def _single_client_data(
     config: RunConfig, client: int, dataset: datasets.Dataset, sizes: Collection[int]
 ) -> RunData:
     """Data of a run in which one client has all examples, and the others have none."""
 
-    def its_own(count: int) -> list[Ints]:
+    def own_indices(count: int) -> list[Ints]:
         no_examples = np.zeros(0, dtype=np.int64)
         indices: list[Ints] = [no_examples] * config.partition.clients
         indices[client] = np.arange(count, dtype=np.int64)
@@ -104,10 +104,10 @@ def _of_one(
 
     train, test = dataset.train, dataset.test
     owned = partitioner(config).test_indices(train.columns, test.columns) is not None
-    nobodys = np.zeros(0, dtype=np.int64)
-    tests = its_own(len(test)) if owned else None
+    no_indices = np.zeros(0, dtype=np.int64)
+    tests = own_indices(len(test)) if owned else None
     dataset = dataset.to(device_of(config))
-    return RunData(dataset, its_own(len(train)), nobodys, tests, all_sizes=sizes)
+    return RunData(dataset, own_indices(len(train)), no_indices, tests, all_sizes=sizes)
 
 
 def trainer_for(context: Context) -> Trainer:
@@ -129,7 +129,7 @@ def trainer_for(context: Context) -> Trainer:
     if policy is not None and NODE in os.environ:
         keeps = config.client.private or config.client.state == "client"
         state_dir = str(policy.state.absolute()) if keeps else ""
-        config = policy.budgeted(config.replace(**{"client.state-dir": state_dir}))
+        config = policy.with_node_budget(config.replace(**{"client.state-dir": state_dir}))
         data = policy.data_file
     return _trainer(config, client_id(context.node_config), data)
 
@@ -153,7 +153,7 @@ def _trainer(config: RunConfig, client: int, data: str) -> Trainer:
             f"{config.partition.clients - 1}, the clients of the run."
         )
     if simulated:
-        return _everybody(tuple(sorted(config.to_run_config().items())))
+        return _shared_trainer(tuple(sorted(config.to_run_config().items())))
     trainer = resolve_node(config, client, data).trainer
     if config.client.private:
         # Evidence, whatever the server says of its entropy: each request answered is a line.
@@ -169,7 +169,7 @@ def _trainer(config: RunConfig, client: int, data: str) -> Trainer:
 
 
 @functools.lru_cache(maxsize=1)
-def _everybody(flat: tuple[tuple[str, Scalar], ...]) -> Trainer:
+def _shared_trainer(flat: tuple[tuple[str, Scalar], ...]) -> Trainer:
     """One trainer for all the virtual clients that this process serves."""
     # The process that drives the run records what its clients release.
     return resolve(RunConfig.from_run_config(dict(flat))).trainer.without_ledger()
@@ -198,7 +198,7 @@ def write_client_data(
     list of Path
         One file per client, readable by the file's owner only.
     """
-    dataset, owned = data.dataset, data.test_parts
+    dataset, owned = data.dataset, data.client_test_indices
     images = getattr(config.data, "layout", "auto") == "auto"
     # A client may lack examples of some classes or tokens, so the file declares their numbers.
     sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}

@@ -19,8 +19,8 @@ from fedsim.errors import FedsimError, printable
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.channel import distant_callback
-from fedsim.runs.directory import OUT, RUNS, RunDirectory, last_run
+from fedsim.runs.channel import remote_callback
+from fedsim.runs.directory import OUT, RUNS, RunDirectory, latest_run
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 from fedsim.runs.resume import resumed_config
@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
     """Execute the run-config, and write the run's artefacts to this machine."""
     _show_our_log()
     use_one_thread()
-    with allowed_code.use(SuperLink.code_here()):
+    with allowed_code.use(SuperLink.process_allowed_code()):
         _run(grid, context)
 
 
@@ -52,7 +52,7 @@ def _run(grid: Grid, context: Context) -> None:
     claimed = OUT in os.environ
     earlier = None
     if config.checkpoint.resume and not claimed:
-        earlier = last_run(_runs(), config.name)
+        earlier = latest_run(_runs(), config.name)
     if earlier is not None:
         config = resumed_config(config, earlier)
     resolved = resolve(config)
@@ -70,8 +70,8 @@ def _run(grid: Grid, context: Context) -> None:
     text = resolved.config.to_toml()
     holding = directory.claim(text) if earlier is None else directory.resumed(text)
     request = directory.stop_request(context.run_id)
-    callbacks: dict[str, Callback] = {"log": _Log(), "submitter": _Submitter(request)}
-    distant = distant_callback()
+    callbacks: dict[str, Callback] = {"log": _Log(), "submitter": _StopRequest(request)}
+    distant = remote_callback()
     if distant is not None:
         callbacks[CALLERS_CALLBACKS] = distant
     with nullcontext() if claimed else holding:
@@ -122,7 +122,7 @@ class _Log(Callback):
         _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in shown.items()))
 
 
-class _Submitter(Callback):
+class _StopRequest(Callback):
     """Stops the run once ``request``, a file that the submitting process may write, exists."""
 
     def __init__(self, request: Path) -> None:

@@ -311,7 +311,7 @@ class AttackResult:
         return float(later.mean()) > max(4 * error, 0.2 * float(moved[:, 0].mean()))
 
     @property
-    def noise_falls(self) -> bool:
+    def noise_shrinks(self) -> bool:
         """Whether the last round has clearly less noise than the first."""
         sizes = np.square(self.without.moves[..., 1:]).mean((0, 2))
         return bool(sizes[-1] < 0.8 * sizes[0])
@@ -355,7 +355,7 @@ class AttackResult:
         return statistical(examined, Statistic(words, np.array([shared.mean()]), p, again))
 
 
-def follows_rows(silent: Observations, examined: str) -> Finding:
+def clip_norm_follows_rows(silent: Observations, examined: str) -> Finding:
     """Whether an adaptive clip norm falls while all rows are shorter than it.
 
     It is measured by the noise, whose size is proportional to the clip norm.

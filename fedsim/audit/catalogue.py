@@ -37,7 +37,7 @@ DRAWS = (
         ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
         ("pairs sampled together", sampling.together, "rows are not drawn independently"),
         ("overlap of rounds", sampling.overlaps, "a draw is used again"),
-        fits=lambda sampled: sampled.at_random),
+        fits=lambda sampled: sampled.is_random),
     *checks_of("sampler",
         ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
         ("rounds after being sampled", sampling.succession, "rounds are not drawn independently"),

@@ -154,7 +154,7 @@ class RowCauses:
         if self.silent and abs(factor * math.sqrt(1 - self.silent) - 1) < RELATIVE_ERROR:
             return NO_NOISE
         if first.grows:
-            return OTHER_CLIP_NORM if first.noise_falls else LATER_ADDITION
+            return OTHER_CLIP_NORM if first.noise_shrinks else LATER_ADDITION
         return f"noise is {factor:.2f} times too small, or more is sampled"
 
 

@@ -96,11 +96,11 @@ def checks_of(
     return tuple(Check(part, *row, fits) for row in rows)
 
 
-Gathered = tuple[Callable[[], Any], Iterable[Check]]
+SampleChecks = tuple[Callable[[], Any], Iterable[Check]]
 """A function that gathers a sample (or a tuple of arguments, or None to skip), and its checks."""
 
 
-def findings(gathered: Iterable[Gathered], *names: str) -> list[Finding]:
+def findings(gathered: Iterable[SampleChecks], *names: str) -> list[Finding]:
     """Run all checks, or those with these names; only needed samples are gathered."""
     findings = []
     for gather, checks in gathered:

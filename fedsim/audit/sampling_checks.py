@@ -121,7 +121,7 @@ class Sampled:
         return known and not self.fault and len(self.membership) > 0
 
     @property
-    def at_random(self) -> bool:
+    def is_random(self) -> bool:
         """Whether there is a law, and not all clients are sampled in every round."""
         everyone = not self.client_rates and self.law is not None and self.law.one == 1
         return self.has_law and not everyone
@@ -129,7 +129,7 @@ class Sampled:
     @property
     def equal_rates(self) -> bool:
         """Whether all clients have the same probability."""
-        return self.at_random and not self.client_rates
+        return self.is_random and not self.client_rates
 
     @property
     def inclusion(self) -> Inclusion:

@@ -32,7 +32,7 @@ from fedsim.audit.attacks import (
     Observations,
     Target,
     TargetWorld,
-    follows_rows,
+    clip_norm_follows_rows,
 )
 from fedsim.audit.causes import RowCauses
 from fedsim.audit.federation import SHAPES, SyntheticFederation, TargetRelease
@@ -194,7 +194,7 @@ class TargetAudit:
             checks = [check for check in catalogue.NOISE if check.test in tests]
             yield from causes.noise_causes(sample, checks)
         if self.claim.adaptive:
-            falls = follows_rows(silent, sample.examined)
+            falls = clip_norm_follows_rows(silent, sample.examined)
             yield _named(falls, "bound", "a clip norm that adapts", "its update has the wrong sign")
 
     def _sample(self, silent: Observations) -> NoiseSample:

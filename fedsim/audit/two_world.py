@@ -89,7 +89,7 @@ def distinguish(
         raise FedsimError(f"runs is {len(without)} and {len(present)}; each needs at least 2.")
     rate = claim.events[0].law.rate if claim.events else 1.0
     scores = fitted_scores(without[:half], present[:half], direction, rate)
-    against_curve, for_epsilon = _choose(scores, without[:half], present[:half], claim, risk)
+    against_curve, for_epsilon = _choose_tests(scores, without[:half], present[:half], claim, risk)
     fresh = len(without) - half
 
     def count(test: _Test) -> tuple[Ints, Ints]:
@@ -113,7 +113,7 @@ class _Test:
     threshold: float
 
 
-def _choose(
+def _choose_tests(
     scores: Mapping[str, Score], without: Floats, present: Floats, claim: Claim, risk: float
 ) -> tuple[_Test, _Test]:
     """The test that refutes the claim best, and the one with the largest bound on epsilon."""
@@ -165,13 +165,13 @@ def noticeable(claim: Claim, runs: int, risk: float, seed: int) -> float | None:
         (
             factor
             for factor in FACTORS
-            if all(_caught(claim, factor, runs, risk, draws) for _ in range(TRIALS))
+            if all(_is_detected(claim, factor, runs, risk, draws) for _ in range(TRIALS))
         ),
         None,
     )
 
 
-def _caught(
+def _is_detected(
     claim: Claim, factor: float, runs: int, risk: float, draws: np.random.Generator
 ) -> bool:
     shifts, rates = np.array(_gaussians(claim)).T

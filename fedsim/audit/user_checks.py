@@ -20,7 +20,7 @@ from fedsim.audit.adapters.flower import strategy_target
 from fedsim.audit.catalogue import DECLARED_LAW
 from fedsim.audit.catalogue import NOISE as ALL_NOISE
 from fedsim.audit.federation import SyntheticFederation, TargetRelease
-from fedsim.audit.findings import Finding, Gathered, checks_of, invariant
+from fedsim.audit.findings import Finding, SampleChecks, checks_of, invariant
 from fedsim.audit.noise_checks import NoiseSample, against_sizes
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.base import Gradient, Step
@@ -111,7 +111,7 @@ class GradientRecorder(LocalAlgorithm):
         self.gradients.append((step.round, step.index, gradient.dense().clone()))
 
 
-def checks(resolved: Resolved, seed: int) -> Iterator[Gathered]:
+def checks(resolved: Resolved, seed: int) -> Iterator[SampleChecks]:
     """Samples and checks of a config's objects, at the levels at which it claims privacy."""
     plan, trainer = resolved.plan, resolved.trainer
     if resolved.config.private:

@@ -26,8 +26,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from fedsim.errors import FedsimError, RunFailedError, keep_users_frames, readable, users_place
-from fedsim.optional_packages import of_import
+from fedsim.errors import (
+    FedsimError,
+    RunFailedError,
+    keep_user_frames,
+    readable,
+    user_code_location,
+)
+from fedsim.optional_packages import missing_package_message
 from fedsim.process import TerminatedError
 
 Handler = Callable[[int, FrameType | None], object]
@@ -66,10 +72,10 @@ def guarded(command: Callable[[], int]) -> int:
             _notify(status, "")
             _finish_output()
         except (Exception, KeyboardInterrupt) as error:
-            ending = _ending_of(error)
+            ending = _expected_error(error)
             if ending is None:
                 _notify(1, f"{type(error).__name__}: {error}")
-                if not keep_users_frames(error):
+                if not keep_user_frames(error):
                     raise
                 traceback.print_exception(error)
                 status = 1
@@ -104,7 +110,7 @@ def _notify(status: int, sentence: str) -> None:
         _listeners.pop(0)(status, sentence)
 
 
-def _ending_of(error: BaseException) -> tuple[int, str] | None:
+def _expected_error(error: BaseException) -> tuple[int, str] | None:
     """Status and sentence of an expected error; None for a defect of fedsim or the user's code."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted."
@@ -112,12 +118,12 @@ def _ending_of(error: BaseException) -> tuple[int, str] | None:
         return 1, "the output was closed by its reader."
     if isinstance(error, FedsimError):
         return 2, str(error)
-    if isinstance(error, ImportError) and (sentence := of_import(error)) is not None:
+    if isinstance(error, ImportError) and (sentence := missing_package_message(error)) is not None:
         return 2, sentence
     if isinstance(error, RunFailedError):
         return 1, f"the run failed: {error}"
     sentence = _machine_failure(error)
-    if sentence is None or users_place(error.__traceback__):
+    if sentence is None or user_code_location(error.__traceback__):
         return None
     # The exception's notes describe what the run's directory contains.
     return 1, " ".join([sentence, *getattr(error, "__notes__", ())])

@@ -21,10 +21,10 @@ from fedsim.cli.console import Command, ConfigFile, Group, Output, Overrides
 from fedsim.config import RunConfig
 from fedsim.config.describe import (
     Key,
-    choice_kinds,
-    choice_summary,
-    choices_of,
     keys,
+    object_names,
+    object_summary,
+    object_tables,
     schema,
     template,
 )
@@ -63,7 +63,7 @@ def list_(
         raise FedsimError(f"KIND is '{kind}';{hint} must be {', '.join(registry.KINDS)}.")
     table = Table(box=None, pad_edge=False, show_header=False)
     for name in [kind] if kind else registry.KINDS:
-        for choice, line in choices_of(name):
+        for choice, line in object_names(name):
             table.add_row(*(() if kind else (name,)), choice, line)
     Output().print(table)
 
@@ -99,7 +99,7 @@ def explain(
         output.print(_table(key, in_table, every, output.width))
     elif of_choice := [k for k in every if _table_of(k) == table and choice in k.belongs_to]:
         output.print(_lines(of_choice, output.width))
-    elif line := choice_summary(table, choice):
+    elif line := object_summary(table, choice):
         output.print(f"{key}\n    {line}\n    It has no keys of its own.")
     else:
         raise _unknown(key, every)
@@ -112,14 +112,14 @@ def _table_of(key: Key) -> str:
 def _unknown(key: str, every: list[Key]) -> FedsimError:
     known = {k.name for k in every} | {_table_of(k) for k in every}
     known |= {f"{_table_of(k)}.{choice}" for k in every for choice in k.belongs_to}
-    known |= {f"{table}.{name}" for table, kind in choice_kinds() for name in registry.names(kind)}
+    known |= {f"{table}.{name}" for table, kind in object_tables() for name in registry.names(kind)}
     plain = key.lower().replace("_", "-")
     table, _, word = plain.rpartition(".")
     matches = [name.partition(" ")[0] for name in KEYS.get(word, ())]
     matches = [name for name in matches if name.rpartition(".")[0] == table] or matches
     matches += [name for name in sorted(known) if name.endswith(f".{plain}")]
     if not matches:
-        elsewhere = ((t, NAMES.get(kind, {}).get(word)) for t, kind in choice_kinds())
+        elsewhere = ((t, NAMES.get(kind, {}).get(word)) for t, kind in object_tables())
         matches = [f"{t}.{name}" for t, name in elsewhere if f"{t}.{name}" in known]
         matches += ["task.metrics"] * (word in {*registry.names("metric"), *NAMES["metric"]})
     matches = list(dict.fromkeys(matches)) or difflib.get_close_matches(plain, sorted(known), n=1)

@@ -13,7 +13,7 @@ from rich.table import Table
 from fedsim import registry
 from fedsim.cli.console import Output, check_out
 from fedsim.config import RunConfig
-from fedsim.config.plan import uncalibrated_plan, with_best_groups
+from fedsim.config.plan import resolve_bands, uncalibrated_plan
 from fedsim.errors import FedsimError
 from fedsim.privacy.assumptions import large_delta
 from fedsim.privacy.noise import Correlated
@@ -65,7 +65,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
         raise FedsimError(
             f"--noises compares plans of a config; {source or 'the source'} must be a .toml file."
         )
-    config = with_best_groups(RunConfig.load(source, overrides))
+    config = resolve_bands(RunConfig.load(source, overrides))
     if not config.private:
         raise FedsimError(
             "--noises compares the noise of the server's releases; mechanism.name and "
@@ -92,7 +92,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
 def _plans(config: RunConfig, epsilon: float, delta: float) -> Iterator[NoisePlan]:
     """The config's plan with each of fedsim's own kinds of noise, calibrated to an epsilon."""
     noise = config.noise
-    settings = (setting.key for setting in noise.own_settings(noise.name))
+    settings = (setting.key for setting in noise.declared_settings(noise.name))
     own_keys = {noise.key(key) for key in (*settings, "options")}
     others = {k: value for k, value in config.to_run_config().items() if k not in own_keys}
     for name in registry.names("noise"):

@@ -12,8 +12,8 @@ from fedsim.config.plan import (
     entropy,
     evaluation_events,
     may_stop,
+    resolve_bands,
     uncalibrated_plan,
-    with_best_groups,
 )
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
@@ -68,7 +68,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
             raise FedsimError(f"--set {overrides[0]} changes a config; name the config first.")
         return Source()
     if source.suffix == ".toml":
-        return _of_config(with_best_groups(RunConfig.load(source, overrides)))
+        return _config_source(resolve_bands(RunConfig.load(source, overrides)))
     if not source.is_dir():
         if not source.exists():
             raise FedsimError(
@@ -84,18 +84,18 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
     nodes = node_ledgers(source, {"client.state-dir": str(source)})
     if nodes and not (source / "config.toml").exists():
         delta = 1e-5 if delta is None else delta
-        return _of_examples(RunLedgers(examples=[*map(Ledger.read, nodes)], other_delta=delta))
-    return _of_run(source, delta)
+        return _examples_source(RunLedgers(examples=[*map(Ledger.read, nodes)], other_delta=delta))
+    return _run_source(source, delta)
 
 
-def _of_config(config: RunConfig) -> Source:
+def _config_source(config: RunConfig) -> Source:
     declared = set[str]()
     if config.private:
         plan = uncalibrated_plan(config, config.mechanism.make())
         declared = {*plan.declared}
     if config.client.private and of_user(config.client.mechanism.make()):
         declared.add("bound")
-    question, smallest = _planned(config)
+    question, smallest = _config_question(config)
     return Source(
         question,
         declared=tuple(DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in declared),
@@ -103,17 +103,17 @@ def _of_config(config: RunConfig) -> Source:
     )
 
 
-def _of_run(run: Path, delta: float | None) -> Source:
+def _run_source(run: Path, delta: float | None) -> Source:
     ledgers = RunLedgers.read(run, delta=delta)
     server = ledgers.server or Ledger.read(run / "ledger.jsonl")  # raises if there is none
     ledgers = replace(ledgers, server=server)
     if ledgers.examples and not server.statement(ledgers.delta).private:
-        return _of_examples(ledgers)
+        return _examples_source(ledgers)
     question = replace(_further_rounds(server, ledgers.delta), may_stop=may_stop(ledgers.config))
     return Source(question, server, ledgers)
 
 
-def _of_examples(ledgers: RunLedgers) -> Source:
+def _examples_source(ledgers: RunLedgers) -> Source:
     delta = ledgers.example_delta
     worst = max(ledgers.examples, key=lambda ledger: ledger.epsilon(delta))
     return Source(_further_rounds(worst, delta), worst, ledgers)
@@ -141,11 +141,11 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
     )
 
 
-def _planned(config: RunConfig) -> tuple[Question, int | None]:
+def _config_question(config: RunConfig) -> tuple[Question, int | None]:
     """Question about a config, and the number of examples of its smallest client if that counts."""
     noise = config.noise
     if not config.private and config.client.private:
-        return _planned_examples(config)
+        return _example_question(config)
     if not config.private:
         raise FedsimError(
             f"mechanism.name = {config.mechanism.name!r} and noise.multiplier = "
@@ -178,7 +178,7 @@ def _evaluations(config: RunConfig, question: Question, rounds: int) -> list[Eve
     return evaluation_events(config.replace(**changes))
 
 
-def _planned_examples(config: RunConfig) -> tuple[Question, int]:
+def _example_question(config: RunConfig) -> tuple[Question, int]:
     """Question about the client that spends most, and the smallest client's examples."""
     # Needs the data: a client's sampling rate follows from its number of examples.
     from fedsim.runs.data_split import resolve_data

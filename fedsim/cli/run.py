@@ -12,7 +12,7 @@ import typer
 from fedsim.cli.boundary import notify_of_end
 from fedsim.cli.console import JsonLines, Output, Overrides, config_in
 from fedsim.config import RunConfig
-from fedsim.config.run_config import past_config
+from fedsim.config.run_config import earlier_config
 from fedsim.errors import FedsimError
 from fedsim.synonyms import closest
 
@@ -94,7 +94,7 @@ def run(
     # Imported here so that a mistake in the config is reported before torch is loaded.
     with console.status("importing") if not (quiet or json_) else nullcontext():
         from fedsim.cli.progress import JsonRounds, Progress, interrupted, summary
-        from fedsim.runs.record import RanElsewhere
+        from fedsim.runs.record import ArtefactsElsewhere
         from fedsim.runs.runner import run as run_config
     shown: Progress | None = None if quiet or json_ else Progress(console, settings)
     callbacks = [JsonRounds(lines)] if json_ else [shown] if shown else []
@@ -104,7 +104,7 @@ def run(
             result = run_config(
                 settings, out=directory, overwrite=overwrite, resume=resume, callbacks=callbacks
             )
-    except RanElsewhere as where:
+    except ArtefactsElsewhere as where:
         if json_:
             lines.end_values["why"] = f"{where}."
         else:
@@ -146,7 +146,7 @@ def _config_file(source: Path, out: Path | None, *, resume: bool) -> tuple[Path,
         )
     if out is not None and out.resolve() != source.resolve():
         raise FedsimError(f"--out {out} is not {source}, where the run is resumed; leave it out.")
-    past_config(config)  # reports a damaged file as such, before overrides are applied
+    earlier_config(config)  # reports a damaged file as such, before overrides are applied
     return config, source
 
 

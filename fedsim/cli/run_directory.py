@@ -128,9 +128,9 @@ def report(
     # Imported here so that a mistake is reported before the accountants are loaded.
     from fedsim.reports.page import write
     from fedsim.reports.run_page import run_page
-    from fedsim.runs.summary import whole_record
+    from fedsim.runs.summary import complete_record
 
-    write(run_page(whole_record(run)), page)
+    write(run_page(complete_record(run)), page)
     Output().print(f"report: {page}", soft_wrap=True)
 
 

@@ -65,7 +65,7 @@ def sweep(
     from fedsim.privacy.durable import replace
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, over_seeds, read_runs, seeds_csv, to_csv
-    from fedsim.runs.sweep import grid_runs, is_done, measure_of, parse_axes
+    from fedsim.runs.sweep import grid_runs, has_run_ended, parse_axes, sweep_measure
 
     axes = parse_axes(over)
     grid = grid_runs(base, axes)
@@ -75,14 +75,14 @@ def sweep(
     where = out or Path("runs") / f"{base.name}-sweep"
     console = Output()
     _check_directory(where, grid)
-    if done := sum(is_done(member, where) for member in grid):
+    if done := sum(has_run_ended(member, where) for member in grid):
         console.print(f"{done} of {len(grid)} runs are already finished.")
     try:
         outcomes = _run(console, grid, where)
     except KeyboardInterrupt:
         console.print(f"Interrupted. Start the sweep again to continue it in {where}.")
         raise typer.Exit(130) from None
-    measure = measure_of(grid[0].config)
+    measure = sweep_measure(grid[0].config)
     records = read_runs(grid, where, outcomes)
     settings = over_seeds(grid, records)
     replace(where / "sweep.csv", to_csv(grid, records, measure).encode())
@@ -117,9 +117,9 @@ def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
 
 
 def _run(console: Console, grid: Sequence[SweepRun], where: Path) -> Mapping[str, Ending]:
-    from fedsim.runs.sweep import is_done, run_sweep
+    from fedsim.runs.sweep import has_run_ended, run_sweep
 
-    total = sum(member.config.rounds for member in grid if not is_done(member, where))
+    total = sum(member.config.rounds for member in grid if not has_run_ended(member, where))
     columns = (
         progress.TextColumn("{task.completed}/{task.total} rounds"),
         progress.BarColumn(bar_width=30),

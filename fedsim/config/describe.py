@@ -45,7 +45,7 @@ def keys() -> list[Key]:
     return list(_keys(RunConfig))
 
 
-def choices_of(kind: str) -> list[tuple[str, str]]:
+def object_names(kind: str) -> list[tuple[str, str]]:
     """Names of a kind, each with the first line of its docstring."""
     described = []
     for name in registry.names(kind):
@@ -55,15 +55,15 @@ def choices_of(kind: str) -> list[tuple[str, str]]:
     return described
 
 
-def choice_kinds() -> list[tuple[str, str]]:
+def object_tables() -> list[tuple[str, str]]:
     """Tables that name a thing, each with the thing's kind."""
     return [(table.table, table.kind) for table in _tables(RunConfig) if issubclass(table, Choice)]
 
 
-def choice_summary(table: str, name: str) -> str:
+def object_summary(table: str, name: str) -> str:
     """Docstring's first line of a thing that a table may name; empty if it may not."""
-    kind = dict(choice_kinds()).get(table)
-    return dict(choices_of(kind)).get(name, "") if kind else ""
+    kind = dict(object_tables()).get(table)
+    return dict(object_names(kind)).get(name, "") if kind else ""
 
 
 def _tables(table: type[ConfigTable]) -> Iterator[type[ConfigTable]]:
@@ -88,7 +88,9 @@ def _keys(table: type[ConfigTable]) -> Iterator[Key]:
             settings_by_name = {name: settings_of(entry) for name, entry in entries.items()}
             yield from _shared(settings_by_name, f"{table.key(setting.key)}.")
     if issubclass(table, Choice):
-        settings_by_name = {name: table.own_settings(name) for name in registry.names(table.kind)}
+        settings_by_name = {
+            name: table.declared_settings(name) for name in registry.names(table.kind)
+        }
         yield from _shared(settings_by_name, table.key(""))
         yield Key(
             table.key("options"), ("module:name",), "a table", "", "",
@@ -166,7 +168,7 @@ def _flower_table(table: type[ConfigTable], tree: dict[str, Any]) -> dict[str, A
     if issubclass(table, Choice):
         for name in registry.names(table.kind):
             if name not in registry.plugins(table.kind):
-                flat |= {setting.key: "" for setting in table.own_settings(name)}
+                flat |= {setting.key: "" for setting in table.declared_settings(name)}
         flat["options"] = ""
     return flat | {key: _flower_table(t, tree[key]) for key, t in table.tables().items()}
 
@@ -206,7 +208,7 @@ def _schema_of(table: type[ConfigTable]) -> dict[str, Any]:
         condition: dict[str, Any] = {"properties": {selector: {"const": name}}}
         if name != properties[selector]["default"]:
             condition["required"] = [selector]
-        added = {setting.key: _property(setting) for setting in table.own_settings(name)}
+        added = {setting.key: _property(setting) for setting in table.declared_settings(name)}
         consequence = {"properties": {**properties, **added}, "additionalProperties": False}
         branches.append({"if": condition, "then": consequence})
     return {**described, "properties": properties, "allOf": branches}

@@ -162,7 +162,7 @@ class Devices:
     def replying(self, round: int, client_ids: Ints) -> Bools:
         """Whether each of these clients takes part in the round, ``bool [n]``; sets `load`."""
         available = self._available(round, client_ids)
-        replies = available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
+        replies = available & ~self._draw_events(DROPS, self.settings.dropout, round, client_ids)
         seconds = np.zeros(len(client_ids))
         if self.settings.clocked and replies.any():
             ids = client_ids[replies]
@@ -181,7 +181,7 @@ class Devices:
     def reachable(self, round: int, client_ids: Ints) -> Bools:
         """Whether each client is available in the round and does not drop out, ``bool [n]``."""
         available = self._available(round, client_ids)
-        return available & ~self._drawn(DROPS, self.settings.dropout, round, client_ids)
+        return available & ~self._draw_events(DROPS, self.settings.dropout, round, client_ids)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -202,9 +202,9 @@ class Devices:
         if self.trace is not None:
             row: Bools = np.asarray(self.trace[(round - 1) % len(self.trace)])
             return row[client_ids].astype(bool)
-        return self._drawn(AVAILABLE, self.settings.availability, round, client_ids)
+        return self._draw_events(AVAILABLE, self.settings.availability, round, client_ids)
 
-    def _drawn(self, part: int, probability: float, round: int, client_ids: Ints) -> Bools:
+    def _draw_events(self, part: int, probability: float, round: int, client_ids: Ints) -> Bools:
         if probability in (0.0, 1.0):
             return np.full(len(client_ids), probability == 1.0)
         draws = [_generator(self.seed, part, client, round).random() for client in client_ids]

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from fedsim.cohorts import Cohort
 from fedsim.config import devices
 from fedsim.config.privacy_sections import NoiseSection
-from fedsim.config.run_config import RunConfig, past_config
+from fedsim.config.run_config import RunConfig, earlier_config
 from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
@@ -33,7 +33,7 @@ def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     evaluations, from their share of the target; and the noise of the rounds, the least for which
     both together cost the target.
     """
-    config = with_best_groups(config)
+    config = resolve_bands(config)
     plan = uncalibrated_plan(config, bound)
     if (target := config.noise.target_epsilon) is None:
         return plan
@@ -44,7 +44,7 @@ GROUPS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, MAX_BANDS)
 """Candidate numbers of groups, with as many bands."""
 
 
-def with_best_groups(config: RunConfig) -> RunConfig:
+def resolve_bands(config: RunConfig) -> RunConfig:
     """Replace ``noise.bands = "auto"`` by the best number of bands and groups.
 
     With more groups more rounds can be correlated, but a round samples a larger share of its group,
@@ -56,7 +56,7 @@ def with_best_groups(config: RunConfig) -> RunConfig:
     FedsimError
         If the cohort has no groups, or there is no target epsilon.
     """
-    noise = made_noise(config.noise)
+    noise = make_noise(config.noise)
     if not isinstance(noise, Banded) or noise.bands != AUTO:
         return config
     sampler = cohort(config)
@@ -90,16 +90,16 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
         level="client",
         sampler=cohort(config),
         bound=bound,
-        noise=made_noise(config.noise),
+        noise=make_noise(config.noise),
         rounds=config.rounds,
         may_stop=config.private and may_stop(config.to_run_config()),
         cohort_known=config.secagg.cohort_known,
         placement=config.secagg.placement(config.noise),
     )
-    return _simulating(plan, config) if config.noise.cohort_size else plan
+    return _with_simulated_cohort(plan, config) if config.noise.cohort_size else plan
 
 
-def _simulating(plan: ReleasePlan[BoundOf], config: RunConfig) -> ReleasePlan[BoundOf]:
+def _with_simulated_cohort(plan: ReleasePlan[BoundOf], config: RunConfig) -> ReleasePlan[BoundOf]:
     """The plan that simulates the config's larger cohort."""
     noise, other = config.noise, ""
     if not config.private:
@@ -119,7 +119,7 @@ def cohort(config: RunConfig) -> Cohort:
     return sampler
 
 
-def made_noise(section: NoiseSection) -> Noise:
+def make_noise(section: NoiseSection) -> Noise:
     """Make the noise that a table names; its multiplier is 0 if none is set."""
     noise: Noise = section.make(multiplier=section.multiplier or 0.0, hardened=section.hardened)
     return noise
@@ -199,14 +199,14 @@ def with_assumptions(
     of_devices = devices.assumption(flat)
     if not (of_devices or assumed):
         return statement
-    config = past_config(path, flat)
+    config = earlier_config(path, flat)
     notes = [of_devices] if config.private else []
     if assumed and config.private and not release_plan(config, config.mechanism.make()).closed:
-        notes.append(_cut_short(config, statement))
+        notes.append(_early_end_assumption(config, statement))
     return replace(statement, note=" ".join(filter(None, [statement.note, *notes])))
 
 
-def _cut_short(config: RunConfig, statement: Statement) -> str:
+def _early_end_assumption(config: RunConfig, statement: Statement) -> str:
     """What a run that has ended early assumes, and what all its planned rounds would cost."""
     made = max((entry.round or 0 for entry in statement.charged), default=0)
     plan = release_plan(config, config.mechanism.make())

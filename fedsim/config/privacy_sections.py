@@ -33,7 +33,7 @@ class BoundingSection(Choice):
     """Whether each layer is bounded, summed and noised separately."""
 
     @property
-    def gives_none(self) -> bool:
+    def gives_no_privacy(self) -> bool:
         """Whether it gives no privacy, with any noise."""
         return self.is_robust or bool(getattr(self, "unsafe_non_private_raw_statistics", False))
 

@@ -111,7 +111,7 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
 def _settings(config: RunConfig) -> Iterator[tuple[str, Setting]]:
     """Settings of all tables and of the things that they choose, each with its dotted key."""
     for table in _all_tables(config):
-        chosen = table.own_settings(table.chosen) if isinstance(table, Choice) else ()
+        chosen = table.declared_settings(table.chosen) if isinstance(table, Choice) else ()
         for setting in (*settings_of(type(table)), *chosen):
             if not is_table(setting):
                 yield table.key(setting.key), setting
@@ -141,7 +141,7 @@ def text_options(config: RunConfig) -> list[tuple[str, str]]:
     ]
 
 
-def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
+def modules_in_config(config: RunConfig) -> list[tuple[str, str, str]]:
     """Code outside of fedsim that a config names: its key, its name and its module."""
     entries = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
     for table in _all_tables(config):

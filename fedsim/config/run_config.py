@@ -45,7 +45,7 @@ from fedsim.config.tables import (
     OUTSIDE_RELEASE,
     OUTSIDE_TRAINING,
     ConfigTable,
-    drop_switched,
+    drop_ineffective,
     require_names,
 )
 from fedsim.config.values import OBJECTS, Scalar, objects_in, read_value, write_options
@@ -132,13 +132,13 @@ class RunConfig(ConfigTable):
             If the file cannot be read or anything in it is not allowed.
         """
         allow(allow_code)
-        return cls._changed(_read(path), _parse_overrides(overrides))
+        return cls._with_changes(_read(path), _parse_overrides(overrides))
 
     @classmethod
     @check_arguments
     def of(cls, overrides: Iterable[str]) -> RunConfig:
         """The defaults with ``key=value`` overrides applied to them."""
-        return cls._changed({}, _parse_overrides(overrides))
+        return cls._with_changes({}, _parse_overrides(overrides))
 
     @classmethod
     @check_arguments
@@ -157,7 +157,7 @@ class RunConfig(ConfigTable):
     @check_arguments
     def from_run_config(cls, flat: Mapping[str, Scalar]) -> RunConfig:
         """Read a Flower run-config: a flat mapping with dotted keys."""
-        return cls._changed({}, flat)
+        return cls._with_changes({}, flat)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_run_config, (self.to_run_config(),)
@@ -169,12 +169,12 @@ class RunConfig(ConfigTable):
         settings are dropped if they are at their defaults. If a change unsets a key, keys that need
         it are dropped.
         """
-        return self._changed(self.to_tree(), changes)
+        return self._with_changes(self.to_tree(), changes)
 
     @classmethod
-    def _changed(cls, tree: dict[str, Any], changes: Mapping[str, Any]) -> RunConfig:
+    def _with_changes(cls, tree: dict[str, Any], changes: Mapping[str, Any]) -> RunConfig:
         require_names(changes, "")
-        drop_switched(cls, tree, changes)
+        drop_ineffective(cls, tree, changes)
         for key, value in changes.items():
             _assign(tree, key, value)
         return cls.parse(tree)
@@ -195,7 +195,7 @@ class RunConfig(ConfigTable):
     @property
     def private(self) -> bool:
         """Whether the run claims client-level differential privacy."""
-        bounded = self.mechanism.name != "none" and not self.mechanism.gives_none
+        bounded = self.mechanism.name != "none" and not self.mechanism.gives_no_privacy
         return bounded and self.noise.adds_noise
 
     @property
@@ -204,7 +204,7 @@ class RunConfig(ConfigTable):
         return self.private or self.client.private
 
 
-def past_config(path: Path, flat: Mapping[str, Scalar] | None = None) -> RunConfig:
+def earlier_config(path: Path, flat: Mapping[str, Scalar] | None = None) -> RunConfig:
     """The config of an earlier run, perhaps one of another version of fedsim.
 
     Keys that did not exist when it began get their defaults.

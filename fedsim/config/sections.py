@@ -46,7 +46,7 @@ def _read_metrics(value: Any) -> str:
         if ":" in name:
             continue
         if name not in registry.names("metric"):
-            raise registry.unknown_name("metric", name, "task.metrics")
+            raise registry.unknown_name_error("metric", name, "task.metrics")
         metric = registry.find("metric", name, "task.metrics")
         if isinstance(metric, type):
             arguments_of(metric, name, options, f"task.metrics.{name}")
@@ -200,7 +200,7 @@ class ClientSection(Choice, table="client"):
     @property
     def private(self) -> bool:
         """Whether clients claim example-level privacy."""
-        return self.mechanism.name != "none" and not self.mechanism.gives_none
+        return self.mechanism.name != "none" and not self.mechanism.gives_no_privacy
 
     def make_work(self) -> LocalWork:
         """Batch size, and epochs or steps, of a client's round.

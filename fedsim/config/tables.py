@@ -198,7 +198,7 @@ class Choice(ConfigTable):
     options: Mapping[str, Scalar] = field(init=False)
 
     def __init__(self, /, **tree: Any) -> None:
-        name = self.name_in(tree)
+        name = self.selected_in(tree)
         settings, options = self._settings_and_options(name, tree)
         # Flower has no null, and an app's table has every key: the empty string means not given.
         values = {s.key: v for s in settings if not isinstance(v := tree.pop(s.key, ""), str) or v}
@@ -239,7 +239,7 @@ class Choice(ConfigTable):
     @property
     def settings_by_key(self) -> Mapping[str, Any]:
         """The chosen thing's settings or options by key, as a config writes them."""
-        settings = self.own_settings(self.chosen)
+        settings = self.declared_settings(self.chosen)
         return self.options or {s.key: s.write(self.own[s.name]) for s in settings}
 
     def make(self, **filled: Any) -> Any:
@@ -282,7 +282,7 @@ class Choice(ConfigTable):
         )
 
     @classmethod
-    def own_settings(cls, name: str) -> tuple[Setting, ...]:
+    def declared_settings(cls, name: str) -> tuple[Setting, ...]:
         """Settings that a thing adds to the table, without ``filled``; none for ``module:name``."""
         name, key = cls.registered(name), cls.key(cls.selector)
         if name not in registry.names(cls.kind) or cls.has_options(name):
@@ -298,13 +298,13 @@ class Choice(ConfigTable):
         return settings
 
     @classmethod
-    def takers(cls, key: str) -> list[str]:
+    def names_with_key(cls, key: str) -> list[str]:
         """Names of the kind's things that have this key."""
         names = registry.names(cls.kind)
-        return [name for name in names if any(s.key == key for s in cls.own_settings(name))]
+        return [name for name in names if any(s.key == key for s in cls.declared_settings(name))]
 
     @classmethod
-    def name_in(cls, tree: Mapping[str, Any]) -> str:
+    def selected_in(cls, tree: Mapping[str, Any]) -> str:
         """Name of the thing that a tree chooses.
 
         Raises
@@ -316,7 +316,7 @@ class Choice(ConfigTable):
         key = cls.key(cls.selector)
         name: str = read_setting(setting, tree.get(cls.selector, setting.default), key)
         if ":" not in name and cls.registered(name) not in registry.names(cls.kind):
-            raise registry.unknown_name(cls.kind, name, key)
+            raise registry.unknown_name_error(cls.kind, name, key)
         return name
 
     def _settings_and_options(
@@ -329,7 +329,7 @@ class Choice(ConfigTable):
         if not isinstance(options, Mapping):
             raise FedsimError(f"{key} = {shown(options)}; it must be a table.")
         require_names(options, key)
-        settings = self.own_settings(name)
+        settings = self.declared_settings(name)
         common = {setting.key for setting in settings_of(type(self))}
         if not self.has_options(name):
             for option, value in options.items():
@@ -344,7 +344,7 @@ class Choice(ConfigTable):
         known_keys = {setting.key for setting in settings} | common
         for unknown_key in [k for k, value in values.items() if k not in known_keys]:
             # An app's table of defaults has settings of all choices, which are empty strings.
-            if values[unknown_key] == "" and self.takers(unknown_key):
+            if values[unknown_key] == "" and self.names_with_key(unknown_key):
                 del values[unknown_key]
             else:
                 raise self._unknown_key_error(name, unknown_key, values[unknown_key])
@@ -353,7 +353,7 @@ class Choice(ConfigTable):
     @classmethod
     def _unknown_key_error(cls, name: str, key: str, value: Any) -> FedsimError:
         selection = f"{cls.table}.{cls.selector} = '{name}'"
-        if names := cls.takers(key):
+        if names := cls.names_with_key(key):
             return FedsimError(
                 f"{cls.key(key)} = {shown(value)} has no effect with {selection}; it belongs to "
                 f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=.{cls.note}"
@@ -363,7 +363,7 @@ class Choice(ConfigTable):
             return FedsimError(
                 f"unknown key '{cls.key(key)}'; settings of {selection} belong in {where}."
             )
-        own_keys = [setting.key for setting in cls.own_settings(name)]
+        own_keys = [setting.key for setting in cls.declared_settings(name)]
         return cls._unknown_among(key, [*(s.key for s in settings_of(cls)), *own_keys])
 
 
@@ -391,7 +391,7 @@ def belongs_to(setting: Setting) -> tuple[str, ...]:
     return next((entry.names for entry in setting.metadata if isinstance(entry, WithNames)), ())
 
 
-def drop_switched(
+def drop_ineffective(
     table: type[ConfigTable], tree: dict[str, Any], changes: Mapping[str, Any]
 ) -> None:
     """Drop keys from a tree that changes leave without effect.
@@ -400,7 +400,7 @@ def drop_switched(
     """
     for key, inner in table.tables().items():
         if isinstance(tree.get(key), dict):
-            drop_switched(inner, tree[key], changes)
+            drop_ineffective(inner, tree[key], changes)
     for setting in settings_of(table):
         needs = [table.key(m.key) for m in setting.metadata if isinstance(m, Needs)]
         unset = any(not changes.get(key, True) for key in needs)
@@ -408,10 +408,10 @@ def drop_switched(
             tree.pop(setting.key, None)
     if not issubclass(table, Choice):
         return
-    old, new = table.name_in(tree), changes.get(table.key(table.selector))
+    old, new = table.selected_in(tree), changes.get(table.key(table.selector))
     if new is None or new == old or table.has_options(old):
         return
-    for setting in table.own_settings(old):
+    for setting in table.declared_settings(old):
         at_default = tree.get(setting.key) == setting.write(setting.default)
         if at_default and table.key(setting.key) not in changes:
             del tree[setting.key]

@@ -294,7 +294,7 @@ def with_unusable(arrays: _Arrays, sizes: Mapping[str, Size], split: str) -> _Ar
             start, stop = stop, stop + len(piece)
             if not size or (piece.min() >= 0 and piece.max() < size):
                 continue
-            wrong = _counted((piece < 0) | (piece >= size), counts)
+            wrong = _where_counted((piece < 0) | (piece >= size), counts)
             if made[name] is array and getattr(array, "mode", "") != "c":
                 made[name] = array.copy()
             made[name][start:stop][wrong] = 0
@@ -311,11 +311,11 @@ def not_finite(array: Array, mask: Array | None = None) -> npt.NDArray[np.bool_]
         stop = 0
         for piece, counts in _pieces(array, mask):
             start, stop = stop, stop + len(piece)
-            found[start:stop] = _any_of_example(_counted(~np.isfinite(piece), counts))
+            found[start:stop] = _any_of_example(_where_counted(~np.isfinite(piece), counts))
     return found
 
 
-def _counted(wrong: Array, mask: Array | None) -> Array:
+def _where_counted(wrong: Array, mask: Array | None) -> Array:
     """``wrong`` where the mask counts; it may lack the last dimensions, which it then gets."""
     if mask is None:
         return wrong

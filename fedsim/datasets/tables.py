@@ -112,7 +112,7 @@ def arrays_of_tables(
         If a column is missing, a setting cannot be parsed, or a value is not of its column's type;
         with ``protected`` not for a value, but for a type that is not declared.
     """
-    roles = _Roles.parse(columns, train, where, protected)
+    roles = _ColumnRoles.parse(columns, train, where, protected)
     declared = declared_types(types, roles.inputs, roles.target, where)
     if protected:
         _refuse_found(roles, declared, normalize, where)
@@ -173,7 +173,10 @@ FOUND = {
 
 
 def _refuse_found(
-    roles: _Roles, declared: Mapping[str, NumberType | CategoryType], normalize: bool, where: str
+    roles: _ColumnRoles,
+    declared: Mapping[str, NumberType | CategoryType],
+    normalize: bool,
+    where: str,
 ) -> None:
     """Refuse, before looking at any value, what would be found in the rows of a private run."""
     if not declared.keys() >= {*roles.inputs, roles.target}:
@@ -191,12 +194,12 @@ def inputs_of_table(table: Table, features: Sequence[str], where: str) -> npt.ND
         If a column is missing, or a value is not of its column's type.
     """
     types = types_of_features(features, table, where)
-    reader = _Reader(_Roles(tuple(types), "", {}), types, are_classes=False, where=where)
+    reader = _Reader(_ColumnRoles(tuple(types), "", {}), types, are_classes=False, where=where)
     return reader.inputs(table, "input", tolerant=False)
 
 
 @dataclass(frozen=True)
-class _Roles:
+class _ColumnRoles:
     """Which columns are the inputs and the target, and the names of further columns.
 
     Attributes
@@ -218,7 +221,7 @@ class _Roles:
         return (*self.inputs, self.target, *self.others.values())
 
     @classmethod
-    def parse(cls, columns: str, table: Table, where: str, protected: bool) -> _Roles:
+    def parse(cls, columns: str, table: Table, where: str, protected: bool) -> _ColumnRoles:
         pairs = [pair.partition("=") for pair in columns.split(",") if pair.strip()]
         named = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
         if "y" not in named or len(named) < len(pairs) or not all((*named, *named.values())):
@@ -260,7 +263,7 @@ class _Roles:
 class _Reader:
     """Converts tables to arrays, given the types of their columns."""
 
-    roles: _Roles
+    roles: _ColumnRoles
     types: Mapping[str, NumberType | CategoryType]
     are_classes: bool  # whether the target's numbers are class labels
     where: str

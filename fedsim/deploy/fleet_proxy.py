@@ -51,13 +51,13 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-def is_passed(method: str, raw_path: bytes, query: bytes) -> bool:
+def is_forwarded(method: str, raw_path: bytes, query: bytes) -> bool:
     """Whether a request is one that a node makes, judged by its undecoded path."""
     return method == "POST" and not query and raw_path in _PATHS
 
 
 class FleetProxy:
-    """ASGI app that forwards nodes' requests (`is_passed`) to the SuperLink.
+    """ASGI app that forwards nodes' requests (`is_forwarded`) to the SuperLink.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class FleetProxy:
             await send({"type": "websocket.close"})
         # The raw path: several spellings decode to one path, and the SuperLink decodes again, so
         # that a decoded path could pass here and mean another request there.
-        elif not is_passed(scope["method"], scope.get("raw_path") or b"", scope["query_string"]):
+        elif not is_forwarded(scope["method"], scope.get("raw_path") or b"", scope["query_string"]):
             await _answer(send, 404)
         elif _announced_length(scope) > _MAX_BODY:
             await _answer(send, 413)

@@ -250,7 +250,7 @@ def _fork_tasks(role: str, app: str, seconds: float, superexec: socket.socket) -
                 tasks.fork(arguments, refusal)
         except TimeoutError:
             pass
-        tasks.look_after()
+        tasks.supervise()
 
 
 @dataclass(eq=False)
@@ -277,14 +277,14 @@ class _Tasks:
         if failure:
             self._reports.add(pid)
 
-    def look_after(self) -> None:
+    def supervise(self) -> None:
         """Kill tasks that are late, and report those whose process has died."""
         for pid, (arguments, deadline) in list(self._running.items()):
             is_late = time.monotonic() > deadline
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended == pid:
                 del self._running[pid]
-                failure = self._limit if is_late else _death(status)
+                failure = self._limit if is_late else _death_reason(status)
                 if pid not in self._reports and status != _REPORTED << 8:
                     self.fork(arguments, failure)
                 self._reports.discard(pid)
@@ -322,7 +322,7 @@ class _Tasks:
             os._exit(status)
 
 
-def _death(status: int) -> str:
+def _death_reason(status: int) -> str:
     """How a task's process died, by its wait status."""
     return f"the task's process {ending(os.waitstatus_to_exitcode(status))} before it had answered"
 

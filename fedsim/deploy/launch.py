@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fedsim import allowed_code, registry, regular_files
 from fedsim.config import RunConfig
-from fedsim.config.release_keys import modules_named
+from fedsim.config.release_keys import modules_in_config
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
@@ -29,9 +29,9 @@ from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.directory import OUT, RunDirectory, last_run
+from fedsim.runs.directory import OUT, RunDirectory, latest_run
 from fedsim.runs.metrics import Row
-from fedsim.runs.record import RanElsewhere, RunResult
+from fedsim.runs.record import ArtefactsElsewhere, RunResult
 from fedsim.runs.resolve import Resolved
 from fedsim.runs.run_ledgers import Ending, RunLedgers
 from fedsim.strategies import RunFailedError
@@ -132,8 +132,8 @@ def _run_locally(
 def _own_policy(config: RunConfig) -> dict[str, Any]:
     """Policy for the user's own nodes: allows all files, and the modules that the config names."""
     modules = set()
-    for key, name, module in modules_named(config):
-        home = allowed_code.home_of(registry.load(key, name)) if ":" in name else None
+    for key, name, module in modules_in_config(config):
+        home = allowed_code.defining_module(registry.load(key, name)) if ":" in name else None
         modules |= {module, home or module}
     policy: dict[str, Any] = {"files": ["/"], "modules": sorted(modules)}
     if config.client.state_dir:
@@ -146,8 +146,8 @@ def _submit(
 ) -> RunResult:
     operator = Operator(federation.operator, CONNECTION)
     config = resolved.config
-    resumed = last_run(federation.runs, config.name) if config.checkpoint.resume else None
-    rows = _Rows(resolved, Callbacks.numbered(callbacks), resumed)
+    resumed = latest_run(federation.runs, config.name) if config.checkpoint.resume else None
+    rows = _MetricsWatcher(resolved, Callbacks.numbered(callbacks), resumed)
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
         run_id = operator.submit(write_app(Path(app), config.to_tree()))
     directory = resumed or RunDirectory(federation.runs / f"{config.name}-{run_id}")
@@ -158,7 +158,7 @@ def _submit(
         directory = RunDirectory(place)
         # The run's id is in the path, so that on another machine there is no such directory.
         if not os.access(directory.config, os.R_OK):
-            raise RanElsewhere(run_id, place)
+            raise ArtefactsElsewhere(run_id, place)
     if out is not None:
         RunDirectory(out).copy_from(directory)
     return _read(resolved, directory if out is None else RunDirectory(out))
@@ -219,7 +219,7 @@ def _show_warning(line: str) -> None:
         _log.warning("%s", warning)
 
 
-class _Rows:
+class _MetricsWatcher:
     """Calls callbacks for a federation's run, by the metrics.csv that its ServerApp writes.
 
     Parameters

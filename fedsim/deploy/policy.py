@@ -15,7 +15,7 @@ from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, uncalibrated_plan
-from fedsim.config.release_keys import modules_named, path_keys, text_options
+from fedsim.config.release_keys import modules_in_config, path_keys, text_options
 from fedsim.deploy.party_files import Names, read_table
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import is_shipped
@@ -172,7 +172,7 @@ class Policy:
             return not any(floors) and self.largest_epsilon == math.inf
         return self.evaluation
 
-    def budgeted(self, config: RunConfig) -> RunConfig:
+    def with_node_budget(self, config: RunConfig) -> RunConfig:
         """The config with its budget lowered to this node's own, where that is smaller."""
         if self.largest_epsilon == math.inf:
             return config
@@ -187,7 +187,7 @@ class Policy:
         )
 
     @classmethod
-    def code_here(cls) -> AllowedCode:
+    def process_allowed_code(cls) -> AllowedCode:
         """Modules that a config may name, in a process that serves a node.
 
         In a simulation these are the modules that the starting process allowed.
@@ -243,7 +243,7 @@ class Policy:
         if not least:
             return
         if not config.private:  # noise does not protect where the mechanism gives no guarantee
-            raise _below("noise.multiplier", 0.0, least)
+            raise _limit_error("noise.multiplier", 0.0, least)
         plan = uncalibrated_plan(config, config.mechanism.make())
         key, multiplier = "noise.multiplier", plan.noise.multiplier
         parts: dict[str, object] = {"noise.name": plan.noise}
@@ -393,7 +393,7 @@ class Policy:
         # message or by training on it: both need the owner's permission.
         flat = config.to_run_config()
         defaults = RunConfig().to_run_config()
-        for key, name, module in modules_named(config):
+        for key, name, module in modules_in_config(config):
             if not self.code.allows(module):
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
         values = []  # pairs, since the options of two metrics may have the same key
@@ -480,8 +480,8 @@ def _refusal(reason: str) -> FedsimError:
 
 def _require_at_least(key: str, value: float, limit: float) -> None:
     if not value >= limit:
-        raise _below(key, value, limit)
+        raise _limit_error(key, value, limit)
 
 
-def _below(key: str, value: float, limit: float) -> FedsimError:
+def _limit_error(key: str, value: float, limit: float) -> FedsimError:
     return _refusal(f"{key} is {value:g}; here it must be at least {limit:g}")

@@ -111,8 +111,8 @@ class Processes(Closed):
     restarted.
 
     Each process leads a process group of its own, so that its children are ended with it. A janitor
-    process (`tend_pipe`) has a list of all of them, and ends them when this process closes its pipe
-    or dies.
+    process (`run_janitor`) has a list of all of them, and ends them when this process closes its
+    pipe or dies.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ def _stream(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-def tend_pipe(grace: float) -> None:
+def run_janitor(grace: float) -> None:
     """Run the janitor: read lines from standard input until the parent closes it, then clean up.
 
     The lines are ``start PID`` and ``remove "DIRECTORY"``. At the end, every process group that was
@@ -352,4 +352,4 @@ def wait_for_port(running: StartedProcess, port: int, host: str = "127.0.0.1") -
 
 
 if __name__ == "__main__":
-    tend_pipe(float(sys.argv[1]))
+    run_janitor(float(sys.argv[1]))

@@ -71,7 +71,7 @@ class SuperLink:
     modules: Names = ()
 
     @classmethod
-    def code_here(cls) -> AllowedCode:
+    def process_allowed_code(cls) -> AllowedCode:
         """Modules that a config may name, in a process that runs ServerApps.
 
         In a simulation these are the modules that the starting process allowed.

@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedsim.errors import BudgetSpentError, keep_users_frames, printable
+from fedsim.errors import BudgetSpentError, keep_user_frames, printable
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.arrays import tensors
 from fedsim.federation.client_settings import ClientMetrics
@@ -145,7 +145,7 @@ class MetricMeans:
             # Sorted, so that sums have the same bytes for any order in which clients reply.
             return aggregate([self._records[c] for c in sorted(self._records)], self._key)
         except Exception as error:
-            keep_users_frames(error)
+            keep_user_frames(error)
             _log.exception("aggregating the metrics failed; the run continues without them")
             return None
 

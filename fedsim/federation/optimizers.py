@@ -265,6 +265,11 @@ class Scheduled(ServerOptimizer):
         self._rate, self._stepping = self.optimizer.lr, copy.deepcopy(self.optimizer)
         self._set_rate(self._rate)
 
+    def starting_point(self, vector: Tensor) -> Tensor:
+        """That of the wrapped optimiser."""
+        start: Tensor = self._stepping.starting_point(vector)
+        return start
+
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` by a step at this release's rate."""
         self.releases += 1

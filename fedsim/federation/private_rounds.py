@@ -120,7 +120,10 @@ class PrivateRounds(ResumableStrategy):
         )
         if self._stops(refusal):
             return []
-        vector = self._model.flatten(server)
+        released = self._model.flatten(server)
+        vector = self.server_optimizer.starting_point(released)
+        if vector is not released:
+            arrays = array_record(to_arrays(vector, self._model, server))
         instructions = Instructions(
             message_type="train",
             round=server_round,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedsim.arguments import shown, unknown_argument
+from fedsim.arguments import shown, unknown_argument_error
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.rows.layout import PREFIX, Layout
@@ -55,7 +55,7 @@ def refuse_keywords(strategy: Callable[..., Any], keywords: Mapping[str, object]
             raise FedsimError(
                 f"{name} = {value!r} is not an argument of DPFedAvg; use {_INSTEAD[name]}."
             )
-        raise unknown_argument(strategy, name)
+        raise unknown_argument_error(strategy, name)
 
 
 def in_existing_folder(ledger: str | PathLike[str] | None) -> Path | None:

@@ -175,7 +175,7 @@ def convolve_and_pool(
         outputs, _offsets(patches), patches.kernel[0], patches.length, patches.step,
         patches.stride[1] * patches.image[2], *patches.places,
         *((_NUMBER * 2)(*pair) for pair in (windows.size, windows.stride, windows.padding)),
-        down, across, *map(_made, (*scratch, largest, winners)),
+        down, across, *map(_new_address, (*scratch, largest, winners)),
     )  # fmt: skip
     return largest, winners
 
@@ -208,7 +208,7 @@ def weight_gradient(
     loaded(compiled or _compiled()).weight_gradient(
         *_images(x, n, patches), *_winners(delta, places, shape, patches), windows, outputs,
         _offsets(patches), patches.kernel[0], patches.length, patches.step,
-        *map(_made, (*scratch, gradient)),
+        *map(_new_address, (*scratch, gradient)),
     )  # fmt: skip
     return gradient
 
@@ -234,7 +234,7 @@ def input_gradient(
     loaded(compiled or _compiled()).input_gradient(
         _weights(weight, outputs, patches), *_winners(delta, places, shape, patches), n,
         _images(images, n, patches)[2], windows, outputs, _offsets(patches), positions,
-        patches.kernel[0], patches.length, patches.step, *map(_made, (*scratch, images)),
+        patches.kernel[0], patches.length, patches.step, *map(_new_address, (*scratch, images)),
     )  # fmt: skip
     return images
 
@@ -269,7 +269,7 @@ def _winners(
     return addresses
 
 
-def _made(tensor: Tensor) -> int:
+def _new_address(tensor: Tensor) -> int:
     """Address of a tensor that was made for this call: torch puts those on cache lines."""
     dtype = torch.float32 if tensor.is_floating_point() else torch.int64
     return address("scratch", tensor, tensor.shape, dtype, alignment=LINE)
@@ -318,7 +318,7 @@ def _agrees(
         pooled, places = torch.nn.functional.max_pool2d(convolved, 2, 1, return_indices=True)
         delta = torch.randn(pooled.shape, generator=generator).relu_()
         grads = torch.autograd.grad((pooled * delta).sum(), (kernels, images))
-    windows, winners = (_last(t).flatten(1, 2).contiguous() for t in (delta, places))
+    windows, winners = (_channels_last(t).flatten(1, 2).contiguous() for t in (delta, places))
     bias = torch.randn(outputs, generator=generator)
     largest, positions = convolve_and_pool(
         x, weight.flatten(2), bias, patches, Windows((2, 2), (1, 1), (0, 0)), compiled
@@ -328,14 +328,20 @@ def _agrees(
         convolved.detach().flatten(2).gather(2, positions.flatten(1, 2).transpose(1, 2))
     )
     pairs = (
-        (largest - bias, _last(pooled.detach())),
+        (largest - bias, _channels_last(pooled.detach())),
         (position_values.view(pooled.shape), pooled.detach()),
-        (weight_gradient(x, windows, winners, patches, compiled), _last(grads[0]).flatten(2)),
-        (input_gradient(weight.flatten(2), windows, winners, patches, compiled), _last(grads[1])),
+        (
+            weight_gradient(x, windows, winners, patches, compiled),
+            _channels_last(grads[0]).flatten(2),
+        ),
+        (
+            input_gradient(weight.flatten(2), windows, winners, patches, compiled),
+            _channels_last(grads[1]),
+        ),
     )
     return all(bool((ours - torchs).norm() <= TOLERANCE * torchs.norm()) for ours, torchs in pairs)
 
 
-def _last(images: Tensor) -> Tensor:
+def _channels_last(images: Tensor) -> Tensor:
     """``[n, C, H, W]`` with channels last."""
     return images.permute(0, 2, 3, 1)

@@ -11,7 +11,7 @@
 enum { TILE = 4096, STREAMS = 8, STREAM = TILE / STREAMS, SUMMED = 1024 };
 
 /* Sum of `size` numbers, a power of two, by halves; they are overwritten. */
-static double by_halves(double *numbers, size_t size)
+static double pairwise_sums(double *numbers, size_t size)
 {
     for (size_t half = size / 2; half > 0; half /= 2)
         for (size_t i = 0; i < half; i++)
@@ -29,7 +29,7 @@ static double of_tiles(double *sums, size_t count)
             size_t left = count - t * TILE, filled = left < TILE ? left : TILE;
             for (size_t i = 0; i < TILE; i++)
                 tile[i] = i < filled ? sums[t * TILE + i] : 0.0;
-            sums[t] = by_halves(tile, TILE);
+            sums[t] = pairwise_sums(tile, TILE);
         }
         count = tiles;
     }
@@ -49,7 +49,7 @@ static double of_tiles(double *sums, size_t count)
             }                                                                                     \
             sums[i] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));          \
         }                                                                                         \
-        return by_halves(sums, STREAM);                                                           \
+        return pairwise_sums(sums, STREAM);                                                           \
     }                                                                                             \
                                                                                                   \
     /* Squared norms of `count` rows of `size` numbers; `scratch` has one number for each tile. */\

@@ -21,7 +21,7 @@ _ARGUMENTS = {
 _TYPES = ("float", "double")
 
 
-def by_halves(numbers: Tensor) -> Tensor:
+def pairwise_sums(numbers: Tensor) -> Tensor:
     """Sums over the last axis of ``[..., d]``, in one order for every machine and block.
 
     In each tile of 4,096 numbers (padded with zeros), the second half is added to the first until
@@ -49,7 +49,7 @@ def is_supported(rows: Tensor) -> bool:
 
 
 def squared_norms(rows: Tensor, compiled: ctypes.CDLL | None = None) -> Tensor:
-    """Squares of the L2 norms of rows ``[n, d]``, summed as `by_halves` does: float64 ``[n]``.
+    """Squares of the L2 norms of rows ``[n, d]``, summed as `pairwise_sums` does: float64 ``[n]``.
 
     ``compiled``: a library to use instead of the default one.
     """
@@ -128,6 +128,6 @@ def _agrees(compiled: ctypes.CDLL, rows: Tensor) -> bool:
     sums = [torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(3)]
     add_rounded(rows, factors, sums[0], None, scale, compiled)
     add_rounded(rows, factors, sums[1], sums[2], scale, compiled)
-    expected = [by_halves(rows.double().square()), coarse.sum(0), coarse.sum(0), fine]
+    expected = [pairwise_sums(rows.double().square()), coarse.sum(0), coarse.sum(0), fine]
     results = [squared_norms(rows, compiled), *sums]
     return all(map(torch.equal, results, expected))

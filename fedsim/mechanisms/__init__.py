@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedsim.lazy import names_of
+from fedsim.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fedsim.mechanisms.adaclip import AdaClip
@@ -57,4 +57,4 @@ __all__ = [
     "State",
 ]
 
-__getattr__ = names_of(__name__, __file__)
+__getattr__ = lazy_names(__name__, __file__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedsim.lazy import names_of
+from fedsim.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fedsim.models.construction import OFFERED, build
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         fix_normalisation,
         localise,
         refuse_running_statistics,
-        statistics_of,
+        running_statistics,
     )
     from fedsim.models.parameters import (
         call_with,
@@ -36,8 +36,8 @@ __all__ = [
     "refuse_other_than_numbers",
     "refuse_running_statistics",
     "refuse_unusable_parameters",
-    "statistics_of",
+    "running_statistics",
     "values_of",
 ]
 
-__getattr__ = names_of(__name__, __file__)
+__getattr__ = lazy_names(__name__, __file__)

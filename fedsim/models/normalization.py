@@ -56,7 +56,7 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
         if not validate(module):
             continue
         if module not in cured_layers:
-            cured = cured_layers[module] = _cured(module)
+            cured = cured_layers[module] = _replacement(module)
             sentences.append(f"model.fix: {where} is now {cured}, instead of {was}.")
         if not name:
             return cured_layers[module], sentences
@@ -64,7 +64,7 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
     return model, sentences
 
 
-def _cured(module: _NormBase) -> nn.Module:
+def _replacement(module: _NormBase) -> nn.Module:
     from opacus.validators import ModuleValidator
 
     groups = {"num_groups": 1} if isinstance(module, nn.BatchNorm1d) else {}
@@ -155,11 +155,11 @@ def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
             local_layers[module] = LocalBatchNorm(module, name)
         if module in local_layers:  # perhaps under a second name
             model.set_submodule(name, local_layers[module])
-    return statistics_of(model)
+    return running_statistics(model)
 
 
 @check_arguments
-def statistics_of(model: nn.Module) -> list[str]:
+def running_statistics(model: nn.Module) -> list[str]:
     """Names of the parameters that are running statistics, and so have no gradient."""
     return [
         f"{name}.{statistic}" if name else statistic
@@ -170,7 +170,7 @@ def statistics_of(model: nn.Module) -> list[str]:
 
 
 @check_arguments
-def fixed_statistics(model: nn.Module) -> frozenset[str]:
+def frozen_normalisation(model: nn.Module) -> frozenset[str]:
     """Names of normalisation layers that stay in evaluation mode while the model is trained.
 
     Their running statistics never change, so that each is a fixed affine map of every example by
@@ -199,7 +199,7 @@ def refuse_running_statistics(model: nn.Module) -> None:
     FedsimError
         Naming the layers and the usual cure, `nn.GroupNorm`.
     """
-    fixed = fixed_statistics(model)
+    fixed = frozen_normalisation(model)
     names = [
         f"{name or 'itself'} ({type(module).__name__})"
         for name, module in model.named_modules()

@@ -52,7 +52,7 @@ class ByOwner(Partition):
         FedsimError
             If there are more owners than clients, or an example has none.
         """
-        if not have_owners(columns[self.column]).all():
+        if not has_owner(columns[self.column]).all():
             raise FedsimError(
                 f"the column {self.column} holds NaN, infinite numbers or empty strings; each "
                 "example must have an owner, a number or a string."
@@ -117,7 +117,7 @@ class ByOwner(Partition):
         return np.split(order.astype(np.int64), np.cumsum(sizes)[:-1])
 
 
-def have_owners(column: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def has_owner(column: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which examples ``[N]`` have an owner: a finite number, or a string that is not empty."""
     if column.dtype.kind == "f":
         return np.asarray(np.isfinite(column))

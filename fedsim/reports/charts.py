@@ -108,10 +108,10 @@ class Lines:
 
     def words(self) -> str:
         """Description of the chart in words."""
-        courses = [self._course(line) for line in self.lines if not line.reference]
+        courses = [self._course_in_words(line) for line in self.lines if not line.reference]
         return f"{self.title}. " + " ".join(courses)
 
-    def _course(self, line: Line) -> str:
+    def _course_in_words(self, line: Line) -> str:
         real = [(y, x) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
         if not real:
             return f"{line.name}: nothing was measured."

@@ -16,8 +16,8 @@ from fedsim.reports.seed_groups import SeedGroup, Spread
 from fedsim.runs.metrics import (
     display_name,
     duration,
+    is_lower_better,
     learning_columns,
-    lowest_is_best,
 )
 from fedsim.runs.record import RunRecord
 
@@ -46,7 +46,7 @@ def compare_page(records: Sequence[RunRecord]) -> str:
         results=_results(ended_groups),
         curves=_curves(ended_groups),
         differences=_differences(groups),
-        runs=_every_run(records),
+        runs=_runs_table(records),
     )
 
 
@@ -149,7 +149,7 @@ def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:
                 if columns.get(name, "").startswith("test-"):
                     continue
                 columns[name] = column
-    return dict(sorted(columns.items(), key=lambda item: lowest_is_best(item[0])))
+    return dict(sorted(columns.items(), key=lambda item: is_lower_better(item[0])))
 
 
 def _diverged(record: RunRecord) -> bool:
@@ -197,7 +197,7 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
     most = len(SERIES)
     charts: list[Lines] = []
     for name, column in [*_metrics(groups).items(), ("epsilon", "epsilon")]:
-        lower_is_better = lowest_is_best(name) or name == "epsilon"
+        lower_is_better = is_lower_better(name) or name == "epsilon"
         means = [(group, s.mean) for group in groups if (s := group.spread(column)) is not None]
         if not means:
             continue
@@ -240,7 +240,7 @@ def _differences(groups: Sequence[SeedGroup]) -> PageTable | None:
     return PageTable(["config", *keys], rows, name="Where configs differ")
 
 
-def _every_run(records: Sequence[RunRecord]) -> PageTable:
+def _runs_table(records: Sequence[RunRecord]) -> PageTable:
     alone = [SeedGroup("", {}, [record]) for record in records]
     metrics = _metrics(alone)
     rows = []

@@ -9,7 +9,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.round_report import describe_reasons, reasons_in
 from fedsim.reports.page import ProgressBar, render
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.metrics import brief_metric, display_name, duration, row_marks
+from fedsim.runs.metrics import display_name, duration, format_metric, row_marks
 
 BETWEEN = 0.2  # least seconds between two updates: rounds can be faster than a browser
 
@@ -71,18 +71,18 @@ class Live(Callback):
     def _html(self, status: RunStatus) -> str:
         config = status.config
         cells: dict[str, object] = {"run": config.title or config.name}
-        reached = f"{status.round:,} of {config.rounds:,}{self._left(status)}"
+        reached = f"{status.round:,} of {config.rounds:,}{self._time_left(status)}"
         cells["round"] = ProgressBar(status.round, config.rounds, reached)
         for name, value in self._values.items():
             marks = row_marks(status.row) if name.endswith("epsilon") else ""
-            cells[display_name(name) + marks] = brief_metric(name.partition("-")[2], value)
+            cells[display_name(name) + marks] = format_metric(name.partition("-")[2], value)
         if any(self._failures.values()):
             cells["clients failed"] = describe_reasons(reasons_in([self._failures]))
         if status.ended is not None:
             cells["ended"] = f"{status.ended}. {status.why}".strip()
         return render("facts.html", facts=cells)
 
-    def _left(self, status: RunStatus) -> str:
+    def _time_left(self, status: RunStatus) -> str:
         done = status.round - self._first
         if status.ended is not None or done < 1:
             return ""

@@ -35,9 +35,9 @@ from fedsim.runs.metrics import (
     brief,
     display_name,
     duration,
+    is_lower_better,
     is_share,
     learning_columns,
-    lowest_is_best,
     recent_mean,
     size,
 )
@@ -75,7 +75,7 @@ def run_page(record: RunRecord) -> str:
         not_finite=_not_finite(record),
         thinned=any(len(line.x) > MAX_POINTS for chart in learning for line in chart.lines),
         ledgered=any(statement.cost.releases for statement in record.statements),
-        meant_private=record.meant_private,
+        asks_for_privacy=record.asks_for_privacy,
         simulated=any(s.simulated and s.private for s in record.statements),
         statements=[statement.sentences() for statement in record.statements],
         spending=[*_spending(record), *(_tradeoff(s) for s in record.statements if s.protects)],
@@ -102,7 +102,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     """The headline numbers at the top of the page, as (value, label)."""
     tiles: list[tuple[str, str]] = []
     for name, columns in sorted(
-        learning_columns(record.columns()).items(), key=lambda item: lowest_is_best(item[0])
+        learning_columns(record.columns()).items(), key=lambda item: is_lower_better(item[0])
     ):
         column = columns.get("test") or next(iter(columns.values()))
         values = record.curve(column)[1]

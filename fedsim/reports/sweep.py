@@ -51,12 +51,12 @@ def over_seeds(grid: Sequence[SweepRun], records: Sequence[RunRecord]) -> list[S
     for run, record in zip(grid, records, strict=True):
         settings.setdefault(run.setting, []).append(record)
     return [
-        SeedGroup(words_of(point := dict(setting)), point, of_setting)
+        SeedGroup(format_point(point := dict(setting)), point, of_setting)
         for setting, of_setting in settings.items()
     ]
 
 
-def words_of(point: Mapping[str, Scalar]) -> str:
+def format_point(point: Mapping[str, Scalar]) -> str:
     """Values on a sweep's axes, as ``key = value`` with commas."""
     return ", ".join(f"{key} = {value}" for key, value in point.items())
 
@@ -202,7 +202,7 @@ def _numbers_of(
     return [
         (
             setting.point[axis],
-            words_of({key: value for key, value in setting.point.items() if key != axis}),
+            format_point({key: value for key, value in setting.point.items() if key != axis}),
             spread,
         )
         for setting in settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedsim.lazy import names_of
+from fedsim.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fedsim.rows.dense import BlockRows, DenseRows, Rows
@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockRows", "DenseRows", "Layout", "LinearPart", "OuterRows", "Parameter", "Rows"]
 
-__getattr__ = names_of(__name__, __file__)
+__getattr__ = lazy_names(__name__, __file__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedsim.kernels.rows import by_halves, is_supported, squared_norms
+from fedsim.kernels.rows import is_supported, pairwise_sums, squared_norms
 from fedsim.lazy import Tensor, torch
 
 # Norms outside of this range may come from squares that overflowed or underflowed in float64.
@@ -13,13 +13,13 @@ def norms_of(y: Tensor) -> Tensor:
     """Norms of rows ``y [..., d]``, float64 ``[...]``, if float64 can represent their squares.
 
     The relative error is below ``2^-44 + d 2^-52``. On a CPU the order of summation is that of
-    `fedsim.kernels.rows.by_halves`; on a GPU it is torch's.
+    `fedsim.kernels.rows.pairwise_sums`; on a GPU it is torch's.
     """
     if y.is_cuda:
         norms: Tensor = torch.linalg.vector_norm(y, dim=-1, dtype=torch.float64)
         return norms
     rows = y.reshape(-1, y.shape[-1])
-    squares = squared_norms(rows) if is_supported(rows) else by_halves(rows.double().square())
+    squares = squared_norms(rows) if is_supported(rows) else pairwise_sums(rows.double().square())
     return squares.sqrt_().view(y.shape[:-1])
 
 

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 
 from fedsim.arguments import shown
 from fedsim.config import RunConfig
-from fedsim.errors import FedsimError, keep_users_frames
+from fedsim.errors import FedsimError, keep_user_frames
 from fedsim.federation.state_tree import Tree, split_tree
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import private_metrics
@@ -200,7 +200,7 @@ class Callbacks(Callback):
                 if isinstance(error, FedsimError):
                     _log.warning("callback %s failed; the run continues: %s", label, error)
                 else:
-                    keep_users_frames(error)
+                    keep_user_frames(error)
                     _log.warning("callback %s failed; the run continues.", label, exc_info=True)
             self._warned.add(name)
             return None
@@ -265,7 +265,7 @@ class Measure:
         columns = {f"{kind}-{name}": evaluated[name] for kind in names for name in names[kind]}
         if column not in columns:
             hint = closest("measure", column, columns)
-            allowed = ", ".join(columns) or _to_have_columns(resolved)
+            allowed = ", ".join(columns) or _how_to_have_columns(resolved)
             notes = ""
             if config.protects:
                 notes += "; in a private run, what is of clients' data needs evaluate.private"
@@ -291,7 +291,7 @@ class Measure:
         return best is None or self.score(value) > self.score(best)
 
 
-def _to_have_columns(resolved: Resolved) -> str:
+def _how_to_have_columns(resolved: Resolved) -> str:
     """What must be set so that there is a column by which rounds can be compared."""
     config = resolved.config
     if "validation" in resolved.uncovered:

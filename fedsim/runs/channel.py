@@ -77,7 +77,7 @@ def _remote_method(name: str) -> Any:
     return lambda callback, *arguments: callback.ask(name, *arguments)
 
 
-class DistantCallback(Callback):
+class RemoteCallback(Callback):
     """Forwards every call to a `CallbackServer` in another process.
 
     Attributes
@@ -121,6 +121,6 @@ def _receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
-def distant_callback() -> DistantCallback | None:
+def remote_callback() -> RemoteCallback | None:
     """Callback of the process that started this one; None if that has none."""
-    return DistantCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else None
+    return RemoteCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else None

@@ -19,7 +19,7 @@ from fedsim.datasets.array_checks import UNUSABLE, not_finite
 from fedsim.datasets.tables import FOUND
 from fedsim.errors import FedsimError
 from fedsim.partitions import Partition
-from fedsim.partitions.by_owner import have_owners
+from fedsim.partitions.by_owner import has_owner
 from fedsim.privacy.plan import of_user
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
@@ -37,9 +37,9 @@ class RunData:
         Indices of each client's training examples.
     held_out : int64 array
         Indices of training examples held out for validation; may be empty.
-    test_parts : list of int64 arrays, or None
+    client_test_indices : list of int64 arrays, or None
         Indices of each client's test examples; None if test examples have no owners.
-    of_clients : tuple of str
+    client_splits : tuple of str
         In a private run, which of ``test`` and ``validation`` are clients' own examples: its
         guarantee does not cover metrics on them.
     all_sizes : collection of int, optional
@@ -49,8 +49,8 @@ class RunData:
     dataset: Dataset
     parts: list[Ints]
     held_out: Ints
-    test_parts: list[Ints] | None = None
-    of_clients: tuple[str, ...] = ()
+    client_test_indices: list[Ints] | None = None
+    client_splits: tuple[str, ...] = ()
     all_sizes: Collection[int] | None = None
 
     @property
@@ -159,7 +159,7 @@ def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
     return mean, std
 
 
-def shaped_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
+def empty_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
     """A data set of these shapes without examples, which is enough to build a model."""
     x, y = (
         torch.zeros((0, *about[f"{key}-shape"]), dtype=getattr(torch, about[f"{key}-dtype"]))
@@ -197,7 +197,7 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
         )
     private = config.protects
     owners = train.columns.get(getattr(partition, "column", "owner"))
-    of_clients = _of_clients(config, partition, dataset) if private else ()
+    client_splits = _client_splits(config, partition, dataset) if private else ()
     training, held_out = np.arange(len(train)), np.zeros(0, dtype=np.int64)
     if config.data.validation:
         training, held_out = partitions.hold_out(
@@ -207,9 +207,9 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
         # An example without an owner is no client's; one that cannot be used would not measure
         # anything. Neither is refused: that would depend on protected data.
         if owners is not None and isinstance(partition, partitions.ByOwner):
-            owned = have_owners(owners)
+            owned = has_owner(owners)
             training, held_out = training[owned[training]], held_out[owned[held_out]]
-        held_out = held_out[_usable(train, held_out)]
+        held_out = held_out[_usable_rows(train, held_out)]
     targets = train.y.cpu().numpy()[training]
     columns = {name: column[training] for name, column in train.columns.items()}
     parts = [training[indices] for indices in partition.indices(targets, columns)]
@@ -223,10 +223,10 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
     if config.partition.max_examples:
         parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
     tests = partition.test_indices(columns, test.columns)
-    return RunData(dataset, parts, held_out, tests, of_clients)
+    return RunData(dataset, parts, held_out, tests, client_splits)
 
 
-def _usable(train: Split, rows: Ints) -> npt.NDArray[np.bool_]:
+def _usable_rows(train: Split, rows: Ints) -> npt.NDArray[np.bool_]:
     """Which of these training examples have a usable label, and numbers that are all finite."""
     split = train[torch.from_numpy(rows)]
     mask = None if split.mask is None else split.mask.cpu().numpy()
@@ -237,7 +237,7 @@ def _usable(train: Split, rows: Ints) -> npt.NDArray[np.bool_]:
     return ~(unusable | x | y)
 
 
-def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tuple[str, ...]:
+def _client_splits(config: RunConfig, partition: Partition, dataset: Dataset) -> tuple[str, ...]:
     """Which of "test" and "validation" have examples that belong to a private run's clients.
 
     Raises
@@ -307,7 +307,7 @@ def _clients_own_test_examples(dataset: Dataset, columns: Sequence[str]) -> str:
         train, test = (split.columns.get(name) for split in (dataset.train, dataset.test))
         if train is None or test is None:
             continue
-        owners = (set(column[have_owners(column)].tolist()) for column in (train, test))
+        owners = (set(column[has_owner(column)].tolist()) for column in (train, test))
         if set.intersection(*owners):
             return name
     return ""

@@ -106,7 +106,7 @@ class RunDirectory:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path,)  # a lock stays with its process
 
-    def check_free(self, overwrite: bool) -> None:
+    def check_available(self, overwrite: bool) -> None:
         """Refuse a directory that a new run may not use, without touching it.
 
         Raises
@@ -201,14 +201,14 @@ class RunDirectory:
                 yield
                 has_lost_signature = self.signature in before and not self.signature.exists()
                 if has_lost_signature and before[self.config] == config_toml.encode():
-                    self._put_back(before, lines)
+                    self._restore_files(before, lines)
             except BaseException:
-                self._put_back(before, lines)
+                self._restore_files(before, lines)
                 raise
         finally:
             self._lock.release()
 
-    def _put_back(self, before: Mapping[Path, bytes], lines: Sequence[int]) -> None:
+    def _restore_files(self, before: Mapping[Path, bytes], lines: Sequence[int]) -> None:
         """Write these files again, unless a round has been made since."""
         if self._round_lines() == lines:
             for path, content in before.items():
@@ -231,13 +231,13 @@ class RunDirectory:
         Raises
         ------
         FedsimError
-            If the directory may not be used (see `check_free`) or cannot be written to.
+            If the directory may not be used (see `check_available`) or cannot be written to.
         """
         new_directories = missing_directories(self.path)
         claimed = False
         try:
             with self._explained():
-                self._take(overwrite)
+                self._acquire(overwrite)
                 replace(self.config, config_toml.encode())
                 claimed = True
             yield
@@ -255,12 +255,12 @@ class RunDirectory:
         finally:
             self._lock.release()
 
-    def _take(self, overwrite: bool) -> None:
-        self.check_free(overwrite)
+    def _acquire(self, overwrite: bool) -> None:
+        self.check_available(overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_in_use(self._lock.take())
         if self._files() and not overwrite:
-            # A run began and ended here between `check_free` and taking the lock.
+            # A run began and ended here between `check_available` and taking the lock.
             self._lock.release()
             raise FedsimError(f"{self.path} already holds a run; choose another --out.")
         self._lock.renew()
@@ -383,7 +383,7 @@ def refuse_foreign(out: Path) -> None:
         )
 
 
-def last_run(runs: Path, name: str) -> RunDirectory | None:
+def latest_run(runs: Path, name: str) -> RunDirectory | None:
     """The latest run of this name among a SuperLink's runs, to resume it; None without one.
 
     Raises

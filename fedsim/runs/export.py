@@ -55,7 +55,7 @@ def export(saved: SavedRun, to: str) -> bytes:
 def _onnx(saved: SavedRun) -> bytes:
     optional_packages.require("--to onnx", "onnx", "onnxscript")
     model, example = saved.model, _example(saved)
-    with _converting(saved, "onnx"):
+    with _explain_conversion_errors(saved, "onnx"):
         program: Any = torch.onnx.export(
             model,
             (example,),
@@ -70,14 +70,14 @@ def _onnx(saved: SavedRun) -> bytes:
 
 def _torchscript(saved: SavedRun) -> bytes:
     model, example, file = saved.model, _example(saved), io.BytesIO()
-    with _converting(saved, "torchscript"):
+    with _explain_conversion_errors(saved, "torchscript"):
         traced: Any = torch.jit.trace  # has no types
         torch.jit.save(traced(model, example), file)
     return file.getvalue()
 
 
 @contextmanager
-def _converting(saved: SavedRun, to: str) -> Iterator[None]:
+def _explain_conversion_errors(saved: SavedRun, to: str) -> Iterator[None]:
     """Turn an error of a conversion into a sentence that says why the model does not fit."""
     with warnings.catch_warnings():
         # torch warns that TorchScript is deprecated; its successor can be read by torch only.
@@ -85,7 +85,7 @@ def _converting(saved: SavedRun, to: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            raise _does_not_fit(saved, to, error) from error
+            raise _export_error(saved, to, error) from error
 
 
 def _safetensors(saved: SavedRun) -> bytes:
@@ -115,7 +115,7 @@ def _example(saved: SavedRun) -> Tensor:
     return torch.zeros(shape, dtype=saved.input_dtype)
 
 
-def _does_not_fit(saved: SavedRun, to: str, error: Exception) -> FedsimError:
+def _export_error(saved: SavedRun, to: str, error: Exception) -> FedsimError:
     # torch wraps the cause in many lines of advice, with colours.
     reason: BaseException = error
     while reason.__cause__ is not None:

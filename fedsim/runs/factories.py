@@ -34,7 +34,7 @@ from fedsim.runs.data_split import RunData
 from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
-from fedsim.training.frozen_stem import behind_frozen_stem
+from fedsim.training.frozen_stem import split_frozen_stem
 from fedsim.training.paths.choice import most_rows
 
 
@@ -147,11 +147,14 @@ def _outputs_and_targets_names(factory: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
+_OPTIMIZER = ("starting_point", "step", "state", "restore")
+
+
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
     """The server optimizer, which applies the noisy mean to the model."""
     choice = config.server.make()
     optimizer: ServerOptimizer = FlowerOptimizer(choice) if isinstance(choice, Strategy) else choice
-    if not all(callable(getattr(optimizer, name, None)) for name in ("step", "state", "restore")):
+    if not all(callable(getattr(optimizer, name, None)) for name in _OPTIMIZER):
         raise FedsimError(
             f"server.optimizer is '{config.server.optimizer}'; it must name a "
             "fedsim.strategies.ServerOptimizer, or a strategy of Flower's that refines the mean."
@@ -196,9 +199,9 @@ def trainer_of(
     client, work = config.client, config.client.make_work()
     all_clients = data.population == config.partition.clients
     # Outputs of frozen first layers never change, so they are computed once for each example.
-    tail, inputs = behind_frozen_stem(model, data)
+    tail, inputs = split_frozen_stem(model, data)
     if test is not None:
-        test_tail, test_inputs = behind_frozen_stem(model, test)
+        test_tail, test_inputs = split_frozen_stem(model, test)
         # One model takes training and test inputs: precompute both or neither.
         if model in (tail, test_tail):
             tail, inputs, test_inputs = model, data, test

@@ -119,7 +119,7 @@ def is_share(name: str, values: Iterable[float]) -> bool:
     return shares and all(0 <= value <= 1 for value in real)
 
 
-def lowest_is_best(name: str) -> bool:
+def is_lower_better(name: str) -> bool:
     """Whether a lower value of a metric is better, guessed from its name."""
     return bool(re.search(r"loss|error|perplexity|mse|mae|rmse", name))
 
@@ -187,7 +187,7 @@ class MetricsFile:
         length : int
             A checkpoint's number of rows, the last of which is in the checkpoint itself.
         code : str
-            The checkpoint's digest of these rows, made by `update_code`.
+            The checkpoint's digest of these rows, made by `update_digest`.
 
         Raises
         ------
@@ -198,7 +198,7 @@ class MetricsFile:
         if self.path.exists():
             found = hashlib.sha256()
             for row in self._texts()[: len(rows)]:
-                update_code(found, row)
+                update_digest(found, row)
             if found.hexdigest() != code:
                 raise self._damaged(f"its first {len(rows)} rows are not those that the run wrote")
         return rows
@@ -226,7 +226,7 @@ class Hash(Protocol):
         """Add bytes."""
 
 
-def update_code(code: Hash, row: Mapping[str, object]) -> None:
+def update_digest(code: Hash, row: Mapping[str, object]) -> None:
     """Add a row, as written in metrics.csv, to a digest; the order of columns does not matter."""
     # `csv` writes numbers by `str` too, so that a row read back as text gives the same code.
     code.update("".join(f"{key}={row[key]}\n" for key in sorted(row)).encode() + b"\n")
@@ -277,7 +277,7 @@ def brief(value: float | None, percent: bool = False) -> str:
     return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
-def brief_metric(name: str, value: float) -> str:
+def format_metric(name: str, value: float) -> str:
     """A metric as `brief` writes it, in percent if `is_share`."""
     return brief(value, is_share(name, [value]))
 

@@ -16,7 +16,7 @@ from fedsim.adapters import Adapter, adapted
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.datasets.array_checks import torch_dtype
-from fedsim.errors import FedsimError, printable, users_place
+from fedsim.errors import FedsimError, printable, user_code_location
 from fedsim.federation.arrays import array_record
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
@@ -44,11 +44,11 @@ def initial_model(
             seed=config.seed,
             **settings.settings_by_key,
         )
-        return _prepared(config, model)
-    return _prepared(config, _copied(overrides.model, "model="))
+        return _prepare_model(config, model)
+    return _prepare_model(config, _copy_model(overrides.model, "model="))
 
 
-def _copied(model: nn.Module, name: str) -> nn.Module:
+def _copy_model(model: nn.Module, name: str) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:  # a user's code
@@ -58,7 +58,7 @@ def _copied(model: nn.Module, name: str) -> nn.Module:
         ) from error
 
 
-def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+def _prepare_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """Convert a model for training (dtype, layers, weights, adapter); with notes on changes."""
     settings, notes = config.model, list[str]()
     adapter: Adapter | None = None if config.adapter.name == "none" else config.adapter.make()
@@ -94,7 +94,7 @@ def personal_parameters(config: RunConfig, model: nn.Module) -> list[str]:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     matching = models.matching("model.personal", config.model.personal, names)
     # Running statistics of normalisation layers are personal even if no pattern matches them.
-    personal = {*models.statistics_of(model), *matching}
+    personal = {*models.running_statistics(model), *matching}
     return [name for name in names if name in personal]
 
 
@@ -122,7 +122,7 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
     # A batch of two: batch normalisation fails on one example, and is refused by name later.
     x = one.inputs(torch.from_numpy(one.indices[0].repeat(2)).to(device), dtype)
     for training in (True, False):
-        copied = _copied(model.to(device), "the model").train(training)
+        copied = _copy_model(model.to(device), "the model").train(training)
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
             outputs = _outputs(copied, x)
             _check_outputs(outputs, x)
@@ -139,11 +139,11 @@ def _outputs(model: nn.Module, x: Tensor) -> Any:
         return model(x.clone())
     except (Exception, SystemExit) as error:  # a user's code
         lines = str(error).strip().splitlines() or [""]
-        place = users_place(error.__traceback__)
+        place = user_code_location(error.__traceback__)
         raise FedsimError(
             f"the model ends in {type(error).__name__} ({printable(lines[0])})"
-            f"{_module(model, error)}{place and f', at {place}'}; it must take {_batch(x)}, as its "
-            "data are."
+            f"{_failing_submodule(model, error)}{place and f', at {place}'}; it must take "
+            f"{_batch(x)}, as its data are."
         ) from error
 
 
@@ -220,7 +220,7 @@ def _batch(x: Tensor) -> str:
     return f"a batch [B, {', '.join(map(str, x.shape[1:]))}] of {x.dtype}"
 
 
-def _module(model: nn.Module, error: BaseException) -> str:
+def _failing_submodule(model: nn.Module, error: BaseException) -> str:
     """The innermost submodule that was running when the error was raised, for a message."""
     trace, place = error.__traceback__, ""
     parts = {id(module): (name, module) for name, module in model.named_modules() if name}
@@ -272,7 +272,7 @@ class InferenceModel(nn.Module):
         return outputs
 
 
-def numbers_of(array: npt.NDArray[Any], dtype: torch.dtype, vocabulary: int) -> Tensor:
+def examples_tensor(array: npt.NDArray[Any], dtype: torch.dtype, vocabulary: int) -> Tensor:
     """Examples as a tensor: converted to ``dtype`` if that is floating, tokens to int64.
 
     Raises

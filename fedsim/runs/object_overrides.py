@@ -93,7 +93,7 @@ class ObjectOverrides:
         digested.
         """
         # Initial weights are public, so that their values may be digested, unlike data.
-        parts = self._parts(dataset, lambda value: hashlib.sha256(_bytes_of(value)).hexdigest())
+        parts = self._parts(dataset, lambda value: hashlib.sha256(_value_bytes(value)).hexdigest())
         return digest_of(parts) if parts else ""
 
     def _parts(
@@ -118,13 +118,13 @@ class ObjectOverrides:
             constants = [dataset.num_classes, dataset.vocabulary, dataset.mean, dataset.std]
             parts["data"] = [dataset.name, dataset.source, example, constants]
         if self.partition is not None:
-            parts["partition"] = _described(self.partition)
+            parts["partition"] = _class_and_settings(self.partition)
         if self.strategy is not None:
-            parts["strategy"] = _described(self.strategy)
+            parts["strategy"] = _class_and_settings(self.strategy)
         return parts
 
 
-def _described(subject: object) -> list[object]:
+def _class_and_settings(subject: object) -> list[object]:
     """Class and scalar settings of an object; its other attributes may be clients' data."""
     values = getattr(subject, "__dict__", {})
     if is_dataclass(subject):
@@ -139,6 +139,6 @@ def _described(subject: object) -> list[object]:
     return [type(subject).__qualname__, settings]
 
 
-def _bytes_of(value: Tensor) -> bytes:
+def _value_bytes(value: Tensor) -> bytes:
     flat = value.detach().cpu().contiguous().view(-1)
     return f"{value.dtype} {list(value.shape)} ".encode() + flat.view(torch.uint8).numpy().tobytes()

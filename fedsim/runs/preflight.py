@@ -26,8 +26,8 @@ from fedsim.privacy.manifest import signing_key
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.factories import most_expensive_client, private_metrics
 from fedsim.runs.loggers import loggers
-from fedsim.runs.resolve import Resolved, charges_examples, ledger_of, strategy_of
-from fedsim.runs.round_rows import columns_of
+from fedsim.runs.resolve import Resolved, driver_charges_examples, ledger_of, strategy_of
+from fedsim.runs.round_rows import row_columns
 from fedsim.tasks import ExactSum, MeanOf, TopK
 from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy, is_fedsims_own
 from fedsim.training import Trainer
@@ -67,7 +67,7 @@ def check(resolved: Resolved) -> None:
         config = strategy.server_optimizer.client_config(resolved.trainer.initial(), ConfigRecord())
         server_numbers(resolved.trainer.algorithm, config)
     _check_scalars(resolved, strategy.plan.bound.side_names)
-    columns_of(resolved, strategy)
+    row_columns(resolved, strategy)
     for key, metric in (
         ("checkpoint.best", resolved.config.checkpoint.best),
         ("stop.metric", resolved.config.stop.metric),
@@ -91,7 +91,7 @@ def _check_shared_ledgers(resolved: Resolved) -> None:
             "one."
         )
     ledger_of(resolved, "client", None)
-    if charges_examples(resolved.config):
+    if driver_charges_examples(resolved.config):
         ledger_of(resolved, "example", None)
 
 
@@ -105,19 +105,19 @@ def warnings(resolved: Resolved) -> list[str]:
     if config.client.private and not config.private and config.engine.name != "deployment":
         smallest = min(resolved.data.sizes, default=None)
         sentences.append(large_delta(config.client.noise.delta, "example", smallest))
-    sentences += _left_out(resolved)
-    sentences += _certain_metrics(resolved)
+    sentences += _unusable_test_examples(resolved)
+    sentences += _constant_metrics(resolved)
     sentences += _second_softmax(resolved)
     sentences += _parameters_of_loss(resolved)
     return [sentence for sentence in sentences if sentence]
 
 
-def _left_out(resolved: Resolved) -> Iterator[str]:
+def _unusable_test_examples(resolved: Resolved) -> Iterator[str]:
     """Warning about public test examples of a private run that cannot be used."""
     config, data = resolved.config, resolved.data
     unusable = data.dataset.test.columns.get(UNUSABLE)
     # What is wrong with clients' own test examples is theirs: a warning would depend on it.
-    if config.evaluate.every and "test" not in data.of_clients and unusable is not None:
+    if config.evaluate.every and "test" not in data.client_splits and unusable is not None:
         yield (
             f"Warning: {unusable.sum():,} of {len(unusable):,} test examples are left out of "
             "metrics: they have a label or token outside the declared range (data.classes, "
@@ -125,7 +125,7 @@ def _left_out(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def _certain_metrics(resolved: Resolved) -> Iterator[str]:
+def _constant_metrics(resolved: Resolved) -> Iterator[str]:
     """Warnings about metrics that are 1 for every model."""
     classes = resolved.data.dataset.num_classes
     for name, metric in resolved.trainer.metrics.items():
@@ -146,7 +146,7 @@ _INSIDE: dict[object, tuple[object, ...]] = {
 def _second_softmax(resolved: Resolved) -> Iterator[str]:
     """Warning if the model ends in a function that its loss applies again."""
     inside = _INSIDE.get(type(resolved.trainer.loss), ())
-    if _ending(resolved.trainer.trained) in inside:
+    if _last_call(resolved.trainer.trained) in inside:
         *_, name = inside
         yield (
             f"Warning: the model ends in a {name}, and task.loss = "
@@ -166,7 +166,7 @@ def _parameters_of_loss(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def _ending(trained: TrainedModel) -> object:
+def _last_call(trained: TrainedModel) -> object:
     """Class, function or name of the method that a model calls last; None if it is unknown."""
     last: nn.Module = trained.model
     if (read := trained.reading.model) is not None:

@@ -146,12 +146,12 @@ class StatisticsPlan:
         sums = layout.flatten(arrays).numpy() * plan.denominator
         reader = _Reader(sums, split["sum"] * float(norm))
         for name in self.inputs:
-            reader.take_moments(replace(self.model.moments, name=name))
+            reader.read_moments(replace(self.model.moments, name=name))
         for name in _numbered("target", self.outputs, self.outputs == 1) if self.targets else ():
             assert self.targets is not None
-            reader.take_moments(replace(self.targets, name=name))
+            reader.read_moments(replace(self.targets, name=name))
         if self.classes:
-            reader.take_classes(self.classes)
+            reader.read_class_shares(self.classes)
         if bound.sides:
             (side,) = bound.sides
             error = split[side.name] * side.scalar.half / plan.denominator
@@ -331,7 +331,7 @@ class _Reader:
         sums, self._unread = self._unread[:size], self._unread[size:]
         return sums
 
-    def take_moments(self, moments: Moments) -> None:
+    def read_moments(self, moments: Moments) -> None:
         """Read mean, deviation and quantiles of one variable."""
         sums, noise = self._next(moments.size), self._noise
         value, square = moments.ranges
@@ -356,7 +356,7 @@ class _Reader:
                 estimate = value.quantile(first, share)
                 self.estimates.append(Estimate(f"{moments.name}: {name}", estimate, math.nan))
 
-    def take_classes(self, names: Sequence[str]) -> None:
+    def read_class_shares(self, names: Sequence[str]) -> None:
         """Read the share of each class."""
         classes = len(names)
         sums = self._next(classes)

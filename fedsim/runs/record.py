@@ -18,7 +18,7 @@ from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Statement
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import Row, brief_metric, display_name, recent_mean
+from fedsim.runs.metrics import Row, display_name, format_metric, recent_mean
 from fedsim.runs.run_ledgers import Ending, EndState, RunLedgers, read_summary
 from fedsim.runs.run_lock import is_marked
 
@@ -118,10 +118,10 @@ class RunRecord:
     @property
     def private(self) -> bool:
         """Whether the run has a guarantee at any level, or its config asks for one."""
-        return any(statement.private for statement in self.statements) or self.meant_private
+        return any(statement.private for statement in self.statements) or self.asks_for_privacy
 
     @property
-    def meant_private(self) -> bool:
+    def asks_for_privacy(self) -> bool:
         """Whether the config asks for privacy, even if a ledger is missing."""
         return any(
             self.config.get(f"{table}mechanism.name", "none") != "none"
@@ -171,7 +171,7 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
     ]
 
 
-class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
+class ArtefactsElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
     """Raised when a run has succeeded, and its artefacts are on the SuperLink's host alone.
 
     Attributes
@@ -281,7 +281,7 @@ class RunResult:
         last: dict[str, float] = {}
         for row in self.metrics:
             last |= {name: value for name, value in row.items() if name.startswith("test-")}
-        return {display_name(name): brief_metric(name, value) for name, value in last.items()}
+        return {display_name(name): format_metric(name, value) for name, value in last.items()}
 
 
 _NO_CLAIM = (

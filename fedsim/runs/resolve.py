@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedsim.config import RunConfig
 from fedsim.config.devices import Devices
-from fedsim.config.plan import entropy, evaluation_event, with_best_groups
+from fedsim.config.plan import entropy, evaluation_event, resolve_bands
 from fedsim.config.release_keys import release_digest, split_settings
 from fedsim.datasets import Dataset
 from fedsim.federation.arrays import tensors
@@ -87,13 +87,13 @@ class Resolved:
         if not self.config.protects:
             return ()
         released = self.config.evaluate.private
-        return ("train", *(() if released else ("clients",)), *self.data.of_clients)
+        return ("train", *(() if released else ("clients",)), *self.data.client_splits)
 
     @property
-    def splits_of_clients(self) -> tuple[str, ...]:
+    def read_client_splits(self) -> tuple[str, ...]:
         """Those of "test" and "validation" whose examples are clients'."""
-        dealt = any(len(indices) for indices in self.data.test_parts or ())
-        return tuple({*self.data.of_clients, *(["test"] if dealt else [])})
+        dealt = any(len(indices) for indices in self.data.client_test_indices or ())
+        return tuple({*self.data.client_splits, *(["test"] if dealt else [])})
 
 
 def resolve(
@@ -120,10 +120,10 @@ def resolve(
     FedsimError
         If a setting is not allowed; the message names its key, its value and what is allowed.
     """
-    config = with_best_groups(config)
+    config = resolve_bands(config)
     overrides = overrides or ObjectOverrides()
     data = data or resolve_data(config, overrides)
-    dataset, tests = data.dataset, data.test_parts
+    dataset, tests = data.dataset, data.client_test_indices
     clients = client_data(dataset, dataset.train, data.parts)
     test = None if tests is None else client_data(dataset, dataset.test, tests)
 
@@ -142,7 +142,7 @@ def resolve(
     trainer = trainer_for(clients, test, state_dir=state_dir(config))
 
     # In this order: the digest covers the trainer's path, and then keys the trainer's draws.
-    released = _released(config, plan, privacy, trainer)
+    released = _release_config(config, plan, privacy, trainer)
     release = run_digest(released, overrides, dataset)
     trainer.key_by(release)
 
@@ -175,7 +175,7 @@ def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> R
 
     A node or a resumed run that reads it need not calibrate, and draws the same noise.
     """
-    config = with_best_groups(config)
+    config = resolve_bands(config)
     privacy = None
     if config.client.noise.target_epsilon is not None:
         privacy = example_privacy(config, resolve_data(config, overrides))
@@ -205,7 +205,7 @@ def _multipliers(
     return resolved_keys
 
 
-def _released(
+def _release_config(
     config: RunConfig,
     plan: ReleasePlan[Mechanism],
     privacy: ExamplePrivacy | None,
@@ -229,7 +229,7 @@ def run_digest(released: RunConfig, overrides: ObjectOverrides, dataset: Dataset
     return digest_of({"config": digest, "given": objects}) if objects else digest
 
 
-def charges_examples(config: RunConfig) -> bool:
+def driver_charges_examples(config: RunConfig) -> bool:
     """Whether the process that drives a run records what its clients' examples are charged.
 
     In a deployment each node keeps evidence of its own.
@@ -278,7 +278,7 @@ def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
             private_examples=client.private,
             example_counts=sizes,
             # In a deployment each node charges itself.
-            charge=_charge(trainer) if client.private and charges_examples(config) else None,
+            charge=_charge(trainer) if client.private and driver_charges_examples(config) else None,
         ),
         metrics=ClientMetrics(
             every=max(evaluate.clients_every, 1),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import may_stop, with_best_groups
+from fedsim.config.plan import may_stop, resolve_bands
 from fedsim.config.release_keys import keys_outside_release
-from fedsim.config.run_config import past_config
+from fedsim.config.run_config import earlier_config
 from fedsim.errors import FedsimError
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import data_shape
@@ -49,8 +49,8 @@ def resumed_config(
     if state is not None:
         # Refuse damaged rows before anything is changed.
         directory.metrics_file.rows_before(state.metrics_length, state.metrics_code)
-    start = _start_config(directory, state)
-    requested = kept_settings(
+    start = _config_at_checkpoint(directory, state)
+    requested = resolved_settings(
         config, start, start if state is None else state.first_config, overrides
     )
     keys = dict.fromkeys([*requested, *start])
@@ -113,19 +113,19 @@ def _refuse_other_plan(start: Flat, resumed: RunConfig, path: Path) -> None:
         )
 
 
-def _start_config(directory: RunDirectory, state: RunState | None) -> Flat:
+def _config_at_checkpoint(directory: RunDirectory, state: RunState | None) -> Flat:
     """The config of the checkpoint; without a checkpoint, of config.toml."""
-    saved_config = past_config(directory.config).to_run_config()
+    saved_config = earlier_config(directory.config).to_run_config()
     if state is None:
         return saved_config
-    start = past_config(directory.config, dict(state.config)).to_run_config()
+    start = earlier_config(directory.config, dict(state.config)).to_run_config()
     if start.get("client.state-dir") and not saved_config.get("client.state-dir"):
         # The state is in the run's own directory, which may have moved.
         start["client.state-dir"] = str(directory.clients.absolute())
     return start
 
 
-def kept_settings(
+def resolved_settings(
     config: RunConfig,
     start: Flat,
     first: Mapping[str, Scalar],
@@ -141,7 +141,7 @@ def kept_settings(
     if calibrates:
         # Calibrate for the rounds and the delta with which the run began, to get the same noise.
         lengths = {key: first.get(key, start[key]) for key in keys}
-        config = with_best_groups(RunConfig.from_run_config({**requested, **lengths}))
+        config = resolve_bands(RunConfig.from_run_config({**requested, **lengths}))
     settings = config.to_run_config()
     for key, unset in LEFT_TO_A_RULE.items():
         if settings.get(key) == unset and key in start:

@@ -12,13 +12,13 @@ from fedsim.config.plan import entropy
 from fedsim.errors import FedsimError
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import QUANTILES, Row
-from fedsim.runs.resolve import Resolved, charges_examples
+from fedsim.runs.resolve import Resolved, driver_charges_examples
 from fedsim.strategies import DPFedAvg, RoundReport
 
 _log = logging.getLogger("fedsim")
 
 
-def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
+def row_columns(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
     """Names of all columns that this run's rows may have, in order.
 
     Raises
@@ -45,9 +45,9 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
         columns += [f"clients-{name}" for name in private.shown]
     if strategy.private:
         columns += ["epsilon", "epsilon-so-far"] if strategy.plan.charged_ahead else ["epsilon"]
-    if charges_examples(config):
+    if driver_charges_examples(config):
         columns.append("example-epsilon")
-    if strategy.private or charges_examples(config):
+    if strategy.private or driver_charges_examples(config):
         # Above 0 if epsilon must be marked, as in `epsilon_marks`.
         columns += ["simulated", "declared"]
     columns += RoundReport.columns
@@ -75,11 +75,11 @@ class RoundRows:
     Attributes
     ----------
     columns : tuple of str
-        The run's columns, from `columns_of`.
+        The run's columns, from `row_columns`.
     """
 
     def __init__(self, resolved: Resolved, strategy: DPFedAvg) -> None:
-        self.columns = columns_of(resolved, strategy)
+        self.columns = row_columns(resolved, strategy)
         self._resolved, self._strategy = resolved, strategy
         simulated = strategy.plan.mark(entropy(resolved.config))
         declared = strategy.plan.declared_by_user
@@ -128,7 +128,10 @@ class RoundRows:
             row["epsilon"] = strategy.ledger.epsilon(strategy.delta)
             if (plan := strategy.plan).charged_ahead:
                 row["epsilon-so-far"] = plan.epsilon(strategy.delta, after=server_round)
-        if charges_examples(resolved.config) and (ledger := resolved.trainer.ledger) is not None:
+        if (
+            driver_charges_examples(resolved.config)
+            and (ledger := resolved.trainer.ledger) is not None
+        ):
             row["example-epsilon"] = ledger.epsilon(resolved.config.client.noise.delta)
         return row | self._marks if row else row
 

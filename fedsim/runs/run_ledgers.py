@@ -84,7 +84,7 @@ class RunLedgers:
         The run's directory.
     rows : sequence of mapping, optional
         Rows of metrics.csv; read from the directory if not given.
-    of_clients : tuple of str, optional
+    client_splits : tuple of str, optional
         Those of "test" and "validation" whose examples are clients'; read from summary.json if not
         given.
     """
@@ -96,7 +96,7 @@ class RunLedgers:
     other_delta: float | None = None
     path: Path = Path()
     rows: Sequence[Row] | None = None
-    of_clients: tuple[str, ...] | None = None
+    client_splits: tuple[str, ...] | None = None
 
     @classmethod
     def read(
@@ -146,10 +146,10 @@ class RunLedgers:
     @cached_property
     def statements(self) -> list[Statement]:
         """Privacy statements, one for each level that has a ledger; the main one first."""
-        facts = self._facts()
-        return [replace(statement, run=facts) for statement in self._of_ledgers()]
+        facts = self._release_setting()
+        return [replace(statement, run=facts) for statement in self._ledger_statements()]
 
-    def _facts(self) -> ReleaseSetting | None:
+    def _release_setting(self) -> ReleaseSetting | None:
         """What the config and the metrics say of the run; None without a config."""
         config = self.config
         if not config:
@@ -165,20 +165,20 @@ class RunLedgers:
             shown.setdefault(whose, []).append(column.removeprefix(f"{whose}-"))
         if not unprotected:
             return ReleaseSetting(network, noisy=tuple(shown.get("clients", ())))
-        of_clients = self.of_clients
-        if of_clients is None:
-            of_clients = splits_of_clients(read_summary(self.path / "summary.json"))
-        released = {"clients", "train", *of_clients}
+        client_splits = self.client_splits
+        if client_splits is None:
+            client_splits = read_client_splits(read_summary(self.path / "summary.json"))
+        released = {"clients", "train", *client_splits}
         return ReleaseSetting(
             network,
             without_noise=tuple(
-                f"{_listed(shown[split])} {of_whom}"
+                f"{_metric_list(shown[split])} {of_whom}"
                 for split, of_whom in _CLIENTS_DATA.items()
                 if split in shown and split in released
             ),
         )
 
-    def _of_ledgers(self) -> list[Statement]:
+    def _ledger_statements(self) -> list[Statement]:
         config, server, examples = self.config, self.server, None
         used = [ledger for ledger in self.examples if ledger.entries]
         if used:
@@ -199,7 +199,7 @@ class RunLedgers:
         return claimed(of_server if bounded or examples is None else None, examples)
 
 
-def _listed(metrics: Sequence[str]) -> str:
+def _metric_list(metrics: Sequence[str]) -> str:
     """Names of metrics, without those of their quantiles over clients."""
     quantiles = {f"{name}-{quantile}" for name in metrics for quantile in QUANTILES}
     means = ", ".join(name for name in metrics if name not in quantiles)
@@ -215,7 +215,7 @@ _CLIENTS_DATA = {
 }
 
 
-def splits_of_clients(summary: Mapping[str, Any]) -> tuple[str, ...]:
+def read_client_splits(summary: Mapping[str, Any]) -> tuple[str, ...]:
     """Those of "test" and "validation" whose examples are clients', or may be, by summary.json."""
     splits = ("test", "validation")
     return tuple(split for split in splits if summary.get(f"{split}-of-clients", True))

@@ -93,12 +93,12 @@ class RunLock:
         while True:
             descriptor = regular_files.opener(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             deadline = time.monotonic() + PROBE_SECONDS
-            while not _locked(descriptor, fcntl.LOCK_EX):
+            while not _try_lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
                     os.close(descriptor)
                     return False
                 time.sleep(PROBE_SECONDS / 10)
-            if self._still_named(descriptor):
+            if self._is_still_linked(descriptor):
                 break
             # The holder removed the file between our opening and locking it: what we locked no
             # longer has this name. Open it again.
@@ -123,7 +123,7 @@ class RunLock:
         except FileNotFoundError:
             return True
         try:
-            return _locked(probe, fcntl.LOCK_SH)
+            return _try_lock(probe, fcntl.LOCK_SH)
         finally:
             os.close(probe)
 
@@ -136,14 +136,14 @@ class RunLock:
         os.close(self._descriptor)
         self._descriptor = None
 
-    def _still_named(self, descriptor: int) -> bool:
+    def _is_still_linked(self, descriptor: int) -> bool:
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
         except FileNotFoundError:
             return False
 
 
-def _locked(descriptor: int, kind: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
     """Lock a file without waiting; False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

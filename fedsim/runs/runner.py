@@ -18,7 +18,7 @@ from fedsim.arguments import check_arguments, shown
 from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
-from fedsim.errors import FedsimError, users_traceback_alone
+from fedsim.errors import FedsimError, user_traceback
 from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.engines.forked import can_train_forked, helpful_workers
 from fedsim.federation.engines.process import torch_defaults
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fedsim")
 
 
-@users_traceback_alone
+@user_traceback
 @check_arguments
 @torch_defaults()
 def run(
@@ -91,7 +91,7 @@ def run(
         If the config cannot be run, before anything is written.
     RunFailedError
         If too many rounds in a row of a run without privacy had no usable reply.
-    RanElsewhere
+    ArtefactsElsewhere
         If the run succeeded on a federation whose SuperLink is on another host, where the
         artefacts are.
 
@@ -111,7 +111,7 @@ def run(
     if resume and config.engine.federation:
         config = config.replace(**{"checkpoint.resume": True})
     resume = resume and directory is not None and directory.holds_run()
-    resolved = _prepared(config, overrides, directory, overwrite=overwrite, resume=resume)
+    resolved = _prepare(config, overrides, directory, overwrite=overwrite, resume=resume)
     with ExitStack() as stack:
         # Workers start before the directory is claimed: if they cannot, nothing is written.
         grid = _grid(resolved)
@@ -139,7 +139,7 @@ FLOWER_RUNTIMES = {
 """Functions that start a run on Flower's engines, where a ServerApp's process drives it."""
 
 
-def _prepared(
+def _prepare(
     config: RunConfig,
     overrides: ObjectOverrides,
     directory: RunDirectory | None,
@@ -164,7 +164,7 @@ def _prepared(
     if directory is not None and resume:
         refuse_other_run(directory, resolved)
     elif directory is not None:
-        directory.check_free(overwrite)
+        directory.check_available(overwrite)
     for warning in warnings(resolved):
         _log.warning("%s", warning)
     return resolved
@@ -291,11 +291,11 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
     if not engine.workers and workers > 1 and not can_train_forked(trainer):
         workers = 1
     if resolved.config.secagg.simulate:
-        return LocalGrid(masking_app(resolved), num_nodes=trainer.population)
+        return LocalGrid(secure_aggregation_app(resolved), num_nodes=trainer.population)
     return LocalGrid(trainer, workers=workers)
 
 
-def masking_app(resolved: Resolved) -> ClientApp:
+def secure_aggregation_app(resolved: Resolved) -> ClientApp:
     """The clients as a Flower app that takes part in secure aggregation."""
     bound, threshold = resolved.plan.bound, resolved.config.secagg.threshold
     return client_app(

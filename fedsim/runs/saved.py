@@ -33,14 +33,14 @@ from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import (
     all_test_examples,
     device_of,
+    empty_dataset,
     input_statistics,
     load_dataset,
     resolve_data,
-    shaped_dataset,
 )
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import trainer_of
-from fedsim.runs.model import InferenceModel, initial_model, numbers_of, personal_parameters
+from fedsim.runs.model import InferenceModel, examples_tensor, initial_model, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated
@@ -290,7 +290,7 @@ class SavedRun:
                 f"examples have shape {array.shape}; this model takes {('N', *shape)}, such as "
                 "x[None] for one example x."
             )
-        return numbers_of(array, self.input_dtype, self._dataset.vocabulary)
+        return examples_tensor(array, self.input_dtype, self._dataset.vocabulary)
 
     def evaluate(self, data: object = "") -> dict[str, float]:
         """Loss and metrics on test examples.
@@ -311,7 +311,7 @@ class SavedRun:
         """
         self._require_whole()
         data = fspath(data) if isinstance(data, PathLike) else data
-        is_own = isinstance(data, str) and (not data or self._is_own(data))
+        is_own = isinstance(data, str) and (not data or self._is_own_data(data))
         dataset = self._own_dataset() if is_own else self._other_dataset(data)
         # Inputs must be normalised as in this model's training.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
@@ -320,7 +320,7 @@ class SavedRun:
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 
-    def _is_own(self, data: str) -> bool:
+    def _is_own_data(self, data: str) -> bool:
         """Whether a name or path is that of a private run's own data set.
 
         Raises
@@ -355,7 +355,7 @@ class SavedRun:
             )
         of_cpu = {"engine.device": "cpu", "objects": "", "evaluate.every": 0}
         data = resolve_data(config.replace(**of_cpu))
-        if "test" in data.of_clients and not config.evaluate.unprotected:
+        if "test" in data.client_splits and not config.evaluate.unprotected:
             raise FedsimError(
                 f"the test examples of {config.data.name} are clients' own, and metrics of them "
                 "have no noise: of a private run they are measured only if it has "
@@ -404,7 +404,7 @@ class SavedRun:
     def _dataset(self) -> Dataset:
         """A data set of the run's shapes without examples, if noted; else the run's data set."""
         if (shape := self.record.summary.get("data")) is not None:
-            return shaped_dataset(self.config.data.name, shape)
+            return empty_dataset(self.config.data.name, shape)
         if "data" in self.record.objects:
             raise FedsimError(
                 f"{self.directory.path} was interrupted and was trained from an object, data=, "

@@ -27,18 +27,18 @@ from fedsim.runs.checkpoints import Checkpointing, RunState
 from fedsim.runs.data_split import data_shape
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.loggers import loggers
-from fedsim.runs.metrics import Row, update_code
+from fedsim.runs.metrics import Row, update_digest
 from fedsim.runs.record import RunResult
 from fedsim.runs.resolve import (
     CentralEvaluation,
     Resolved,
-    charges_examples,
+    driver_charges_examples,
     ledger_of,
     strategy_of,
 )
 from fedsim.runs.round_rows import RoundRows
 from fedsim.runs.run_ledgers import Ending, RunLedgers, node_ledgers
-from fedsim.runs.summary import leave_report
+from fedsim.runs.summary import write_report
 from fedsim.strategies import Rounds, round_timeout, rounds_of, run_to_end
 
 CALLERS_CALLBACKS = "yours"
@@ -87,7 +87,7 @@ class Session:
         if directory is not None:
             run, out = directory.run, directory.path
         self.strategy = strategy_of(resolved, ledger_of(resolved, "client", out))
-        if charges_examples(config):
+        if driver_charges_examples(config):
             resolved.trainer.record_in(ledger_of(resolved, "example", out))
         self.evaluation, self._uncovered = CentralEvaluation(resolved), resolved.uncovered
         self._arrays = resolved.initial_arrays
@@ -95,7 +95,7 @@ class Session:
         # Of all rows but the last: a checkpoint is written before its own row is in the file.
         self._rows_code = hashlib.sha256()
         self._directory = directory
-        self._callbacks = Callbacks({**_of_config(resolved), **(callbacks or {})})
+        self._callbacks = Callbacks({**_config_callbacks(resolved), **(callbacks or {})})
         self.end_requested = False
         self._round_complete = True
         self._end_request = end_request
@@ -139,7 +139,7 @@ class Session:
         if len(rows) < state.metrics_length - 1:
             _log.warning("%s has lost rows of rounds before %s.", file.path, state.round)
         for row in rows:
-            update_code(self._rows_code, row)
+            update_digest(self._rows_code, row)
         self._rows = [*rows, *self._rows]
 
     def state(self) -> RunState:
@@ -259,7 +259,7 @@ class Session:
             self.ending,
             path=path,
             rows=self._rows,
-            of_clients=self.resolved.splits_of_clients,
+            client_splits=self.resolved.read_client_splits,
         )
 
     @property
@@ -289,7 +289,7 @@ class Session:
 
     def _finish_round(self, row: Row) -> None:
         if self._rows:
-            update_code(self._rows_code, self._rows[-1])
+            update_digest(self._rows_code, self._rows[-1])
         self._rows.append(row)
         self._callbacks.on_round(self.status())
         self._charge_rest()
@@ -356,7 +356,7 @@ def running_sessions(sessions: Sequence[Session]) -> Iterator[dict[int, Exceptio
         resumable = session.end_requested and session.ending.ended == "interrupted"
         if error is not None or not resumable:
             failure = "" if error is None else failure_sentence(error)
-            leave_report(session.resolved, session.evaluation, session.result(), failure)
+            write_report(session.resolved, session.evaluation, session.result(), failure)
 
 
 def failure_sentence(error: Exception) -> str:
@@ -365,7 +365,7 @@ def failure_sentence(error: Exception) -> str:
     return str(error) if named else f"{type(error).__name__}: {error}"
 
 
-def _of_config(resolved: Resolved) -> dict[str, Callback]:
+def _config_callbacks(resolved: Resolved) -> dict[str, Callback]:
     """Callbacks that the config asks for: early stopping and loggers."""
     stop = resolved.config.stop
     callbacks: dict[str, Callback] = {}

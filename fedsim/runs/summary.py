@@ -23,7 +23,7 @@ from fedsim import models, regular_files
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.datasets.dataset import class_labels
-from fedsim.errors import FedsimError, keep_users_frames
+from fedsim.errors import FedsimError, keep_user_frames
 from fedsim.federation.arrays import tensors
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
@@ -41,7 +41,7 @@ from fedsim.version import VERSION
 _log = logging.getLogger("fedsim")
 
 
-def leave_report(
+def write_report(
     resolved: Resolved, evaluation: CentralEvaluation, result: RunResult, failure: str = ""
 ) -> None:
     """Write a run's summary and its report, if it has a directory.
@@ -69,7 +69,7 @@ def leave_report(
     except (OSError, FedsimError) as error:
         _log.error("the run is complete, but its report could not be written: %s", error)
     except Exception as error:
-        keep_users_frames(error)
+        keep_user_frames(error)
         _log.exception("the run is complete, but its report could not be made")
 
 
@@ -78,7 +78,7 @@ def _page(record: RunRecord) -> str:
     return html
 
 
-def whole_record(path: Path) -> RunRecord:
+def complete_record(path: Path) -> RunRecord:
     """Read a run's files; if it was interrupted, compute the missing summary from its model.
 
     Raises
@@ -164,9 +164,9 @@ def measured(
     summary["notes"] = list(resolved.notes)
     summary["parameters"] = sum(values.numel() for values in arrays.values())
     if config.evaluate.every:
-        summary["test"] = _test(evaluation.trainers["test"], arrays, labels)
+        summary["test"] = _test_predictions(evaluation.trainers["test"], arrays, labels)
         for split in ("test", "validation"):
-            summary[f"{split}-of-clients"] = split in resolved.splits_of_clients
+            summary[f"{split}-of-clients"] = split in resolved.read_client_splits
     if config.evaluate.unprotected or not config.protects:
         summary["partition"] = _partition(resolved, labels)
     return summary
@@ -196,7 +196,7 @@ def _peak_memory() -> int:
 
 
 @torch.no_grad()
-def _test(
+def _test_predictions(
     trainer: Trainer, arrays: Mapping[str, Tensor], names: Sequence[str]
 ) -> dict[str, Any] | None:
     """Predictions on test examples against the truth; None if they do not fit a picture."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedsim.arguments import explain_calls
+from fedsim.server_optimizers.averaged import AveragedSGD
 from fedsim.server_optimizers.base import ServerOptimizer
 from fedsim.server_optimizers.published import (
     FedAdagrad,
@@ -22,6 +23,7 @@ from fedsim.server_optimizers.torch_optim import (
 )
 
 __all__ = [
+    "AveragedSGD",
     "FedAdagrad",
     "FedAdam",
     "FedAvgM",

@@ -1,6 +1,8 @@
-"""Base classes of server optimisers.
+"""Base classes of server optimisers, and of what follows their step.
 
-They apply the noisy mean update, which is post-processing and has no privacy cost.
+They apply the noisy mean update, which is post-processing and has no privacy cost. What a step
+returns is the released model. An optimiser that releases something else than it steps, such as an
+average of its iterates, keeps its iterate in its state, and sends it to the clients.
 """
 
 from __future__ import annotations
@@ -16,11 +18,19 @@ from fedsim.settings import check_settings
 class ServerOptimizer(Protocol):
     """Applies a mean update to the global parameters.
 
-    The default `state` and `restore` are those of an optimiser without state between rounds.
+    The default `state` and `restore` are those of an optimiser without state between rounds, and
+    clients train by default from the released parameters.
     """
 
+    def starting_point(self, vector: Tensor) -> Tensor:
+        """Parameters ``[d]`` from which clients train, given the released ``vector [d]``."""
+        return vector
+
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
-        """New parameters from ``vector [d]`` and the mean ``update [d]``; neither is changed."""
+        """Parameters to release, given the mean ``update [d]`` of clients that began at ``vector``.
+
+        Neither is changed.
+        """
 
     def state(self) -> Mapping[str, Any]:
         """State to keep between rounds, by name: tensors and JSON values."""

@@ -120,7 +120,7 @@ class NumberLoss(ExampleLoss):
         outputs, targets = torch.where(counts, outputs, 0.0), torch.where(counts, targets, 0.0)
         return mean_over(self.each(outputs, targets), counts)
 
-    def where_all_count(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def without_mask(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The same loss in fewer operations, if no target is NaN; gradients differ by rounding."""
         outputs = like_targets(outputs, targets)
         losses = self.each(outputs, targets.to(outputs))

@@ -77,13 +77,13 @@ class Workload:
 
     def steps(self, client_ids: Ints) -> Floats:
         """Gradient evaluations of each client in a round, ``[n]``."""
-        return self._of_each(client_ids, LocalWork.steps_of)
+        return self._per_client(client_ids, LocalWork.steps_of)
 
     def examples(self, client_ids: Ints) -> Floats:
         """Number of examples that each client processes in a round, ``[n]``."""
-        return self._of_each(client_ids, LocalWork.examples_of)
+        return self._per_client(client_ids, LocalWork.examples_of)
 
-    def _of_each(self, client_ids: Ints, number: Callable[[LocalWork, int], int]) -> Floats:
+    def _per_client(self, client_ids: Ints, number: Callable[[LocalWork, int], int]) -> Floats:
         """Values ``[n]`` of ``number``, given each client's work and number of examples."""
         ids, counts = client_ids.tolist(), self.counts
         works = [self.work if counts is None else self.work.counted(int(counts[k])) for k in ids]

@@ -98,7 +98,7 @@ class Evaluation:
                 Seeds([randomness] * len(ids), ids, round) if draws else None,
                 self._call_size,
                 by_chunk=by_chunk,
-                at_once=self._at_once,
+                across_examples=self._across_examples,
             )
             yield Block.sent(ids, None, values)
 
@@ -118,7 +118,7 @@ class Evaluation:
             return read(model, loss, *shapes, declared=True)
 
     @cached_property
-    def _at_once(self) -> frozenset[str]:
+    def _across_examples(self) -> frozenset[str]:
         """Loss and metrics that may look across examples: no mean of their values on parts."""
         functions = {k: m.function for k, m in self.metrics.items() if isinstance(m, MeanOf)}
         functions = {"loss": self.trained.loss, **functions}
@@ -203,7 +203,7 @@ def evaluate_clients(
     call_size: CallSize | None = None,
     *,
     by_chunk: bool = False,
-    at_once: Collection[str] = (),
+    across_examples: Collection[str] = (),
 ) -> dict[str, Floats]:
     """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of ``n`` clients.
 
@@ -212,8 +212,8 @@ def evaluate_clients(
     for each of the ``paths``, which share no module. ``seeds`` are given for a model that draws
     random numbers in evaluation; ``call_size`` is carried over from earlier evaluations. With
     ``by_chunk`` metrics see one chunk at a time, so that no rounding depends on how many chunks a
-    call has. Those that are named in ``at_once`` may look across the examples they are given: they
-    see all of a client's in one update.
+    call has. Those that are named in ``across_examples`` may look across the examples they are
+    given: they see all of a client's in one update.
 
     Returns
     -------
@@ -224,7 +224,7 @@ def evaluate_clients(
     Raises
     ------
     FedsimError
-        If what must be computed ``at_once`` does not fit in memory.
+        If what must be computed ``across_examples`` does not fit in memory.
     """
     sizes = np.array([len(examples) for examples in indices], dtype=np.int64)
     chunks = -(-sizes // WIDTH)
@@ -232,8 +232,8 @@ def evaluate_clients(
     owner = np.repeat(np.arange(len(sizes)), chunks)
     chunk_seeds = None if seeds is None else _by_chunk(seeds, chunks)
     states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
-    whole = WholeSets({name: metrics[name] for name in at_once}, sizes)
-    by_part = {name: metric for name, metric in metrics.items() if name not in at_once}
+    whole = WholeSets({name: metrics[name] for name in across_examples}, sizes)
+    by_part = {name: metric for name, metric in metrics.items() if name not in across_examples}
     # A GPU is sent all indices at once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
     start, call_size = 0, call_size or CallSize()

@@ -30,7 +30,7 @@ stem's outputs may take longer than training.
 """
 
 
-def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientData]:
+def split_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientData]:
     """Split a frozen stem off a model, and replace the data by the stem's outputs.
 
     Parameters
@@ -57,7 +57,7 @@ def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, C
     if type(model) is not nn.Sequential or not is_torchs_own(model) or not data.population:
         return model, data
     children = list(model._modules.items())
-    first = next(k for k, (_, child) in enumerate(children) if not _fixed(child))
+    first = next(k for k, (_, child) in enumerate(children) if not _is_frozen(child))
     stem = nn.Sequential(*(child for _, child in children[:first]))
     examples = torch.from_numpy(np.unique(np.concatenate(data.indices))).to(data.x.device)
     if not any(True for _ in stem.parameters()) or not len(examples):
@@ -84,12 +84,12 @@ def _with_inputs(data: ClientData, examples: Tensor, x: Tensor) -> ClientData:
     )
 
 
-def _fixed(module: nn.Module) -> bool:
+def _is_frozen(module: nn.Module) -> bool:
     """Whether a module is frozen, and treats each example by itself."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return False
     if type(module) is nn.Sequential:
-        return all(_fixed(child) for child in module)
+        return all(_is_frozen(child) for child in module)
     return type(module) in BY_EXAMPLE
 
 

@@ -11,8 +11,8 @@ A graph repeats kernels on addresses and knows nothing else. So whatever decides
 and on which memory, must be part of the key under which it is kept: phase (`LocalAlgorithm.phase`),
 number of clients, and which entries are in which buffers with which strides, which include the
 batch's width. A number that a step computes on the host (a rate from a schedule) would be frozen at
-its value in the captured step; so it is in a tensor, filled before each replay (`_Clock`). And a
-step that reads a tensor back (`.item()`, a branch on values) cannot be captured at all.
+its value in the captured step; so it is in a tensor, filled before each replay (`_StepNumbers`).
+And a step that reads a tensor back (`.item()`, a branch on values) cannot be captured at all.
 
 Every step is computed for a whole block, however few clients are left in it: a GPU's libraries
 choose the order of a product's sums by its shape, so that with fewer rows a client's last bits
@@ -82,14 +82,14 @@ class StepGraphs:
     def __call__(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
         """As `Stepper.step_eagerly`; the new state is in buffers that the next block overwrites."""
         try:
-            return self._replayed(state, index, weight, step)
+            return self._replay_step(state, index, weight, step)
         except BaseException:
             # Buffers or clocks may hold a part of this step: nothing of it may be replayed.
             self.graphs.clear()
             self._buffers.clear()
             raise
 
-    def _replayed(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
+    def _replay_step(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
         n, rows = len(index), -(-len(index) // self.block_size) * self.block_size
         if rows > self._rows:
             # Graphs know their buffers by address: with larger buffers all must be captured again.
@@ -97,7 +97,7 @@ class StepGraphs:
             self._buffers.clear()
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
-        buffered, structure = self._buffered({**state, INDEX: index, WEIGHT: weight}, rows)
+        buffered, structure = self._copy_to_buffers({**state, INDEX: index, WEIGHT: weight}, rows)
         new_state, losses = self._step(buffered, structure, step, rows)
         # An algorithm may add entries and drop others: the state is what the step left.
         state.clear()
@@ -134,7 +134,7 @@ class StepGraphs:
         return captured.state, captured.losses
 
     def _capture(self, buffered: State, step: Step, rows: int) -> _CapturedStep:
-        clock = _Clock(step.round, step.index, buffered[INDEX].device)
+        clock = _StepNumbers(step.round, step.index, buffered[INDEX].device)
         # Capturing runs the step several times, and each run changes the state: afterwards all of
         # it is restored, and the first replay takes the step.
         saved: list[tuple[Tensor, Tensor]] = []
@@ -150,7 +150,7 @@ class StepGraphs:
             losses = self.stepper.step_eagerly(state, buffered[INDEX], buffered[WEIGHT], clock)
             # Steps may leave new tensors in the state. Copying them back into the buffers is part
             # of the graph, so that the next replay finds what this one left.
-            return self._buffered(state, rows)[0], losses
+            return self._copy_to_buffers(state, rows)[0], losses
 
         try:
             replay, (state, losses) = self.recorder.record(lambda: clock.run(work))
@@ -159,7 +159,7 @@ class StepGraphs:
                 tensor.copy_(value)
         return _CapturedStep(replay, clock, state, losses)
 
-    def _buffered(self, entries: State, rows: int) -> tuple[State, Hashable]:
+    def _copy_to_buffers(self, entries: State, rows: int) -> tuple[State, Hashable]:
         """Put the entries into buffers, as ``rows`` rows; those that are elsewhere are copied.
 
         Entries that are one tensor stay one. Also returns the structure, which is the same for all
@@ -200,7 +200,7 @@ def _entries(buffered: State) -> State:
 
 
 @dataclass(frozen=True)
-class _Clock(Step):
+class _StepNumbers(Step):
     """A step as a graph sees it: numbers that depend on round or index are in tensors.
 
     A number is identified by its position among those that the step asks for, since an algorithm
@@ -243,7 +243,7 @@ class _CapturedStep:
     """A graph, with the tensors that hold its results."""
 
     replay: Callable[[], None]
-    clock: _Clock
+    clock: _StepNumbers
     state: State
     losses: Tensor
 
@@ -303,7 +303,7 @@ class CudaRecorder:
                 # which a capture does not survive.
                 for _ in range(WARM_UP):
                     work()
-                with _no_reading_back():
+                with _forbid_synchronisation():
                     work()
         finally:
             # Also if a run failed: kernels that it launched may still be writing to the buffers,
@@ -315,7 +315,7 @@ class CudaRecorder:
         # stream as the current one. "thread_local": other threads may allocate meanwhile.
         with (
             torch.cuda.stream(current),
-            _no_garbage_collection(),
+            _pause_garbage_collection(),
             torch.cuda.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ),
@@ -325,7 +325,7 @@ class CudaRecorder:
 
 
 @contextmanager
-def _no_reading_back() -> Iterator[None]:
+def _forbid_synchronisation() -> Iterator[None]:
     """Make waiting for the GPU an error: raised here, before a capture, it cannot break one."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -338,7 +338,7 @@ def _no_reading_back() -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Keep the collector from freeing another trainer's graphs, which would break a capture."""
     collects = gc.isenabled()
     gc.disable()

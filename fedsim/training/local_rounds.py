@@ -33,7 +33,7 @@ from fedsim.training.private_steps import PrivateLoop, max_chunk
 from fedsim.training.probe import Probe, gradient_methods
 from fedsim.training.steps import RoundClients, StepLoop, StepLoopResult, Stepper
 
-_MANY = 2**31
+_MANY_EXAMPLES = 2**31
 """Examples of a client that is larger than any real one."""
 
 
@@ -100,7 +100,7 @@ class LocalRounds:
             work, stepper = self.workload.work, self.stepper
             # Refuses a bound and noise with which every client would fail. No client's size decides
             # this, since it may be protected: clients with less than a batch fail alone.
-            if (plan := self.privacy.plan(work, work.batch_size or _MANY)) is not None:
+            if (plan := self.privacy.plan(work, work.batch_size or _MANY_EXAMPLES)) is not None:
                 Releaser([plan], stepper.packing.layout, exact=False)
             self.releases = ExampleReleases(
                 self.privacy, stepper.data, work, entropy=self.entropy, rows=method.evidence
@@ -215,7 +215,7 @@ class LocalRounds:
             steps.carried[PERSONAL] = steps.theta[:, personal.positions]
         if self.reports_loss:
             metrics["loss"] = loop.mean_losses()
-        metrics |= _columns(steps.reports)
+        metrics |= _to_numpy(steps.reports)
         return BlockResult(steps.theta, steps.sent, _final_state(steps), metrics)
 
     def finish(self, carried: CarriedState, clients: RoundClients) -> None:
@@ -337,20 +337,20 @@ class BlockResult:
     metrics: dict[str, Floats]
 
 
-def _columns(reports: Mapping[str, Tensor]) -> dict[str, Floats]:
+def _to_numpy(reports: Mapping[str, Tensor]) -> dict[str, Floats]:
     return {name: values.double().cpu().numpy().copy() for name, values in reports.items()}
 
 
 def _final_state(result: StepLoopResult) -> CarriedState:
     """The state that clients keep at the end of a round."""
-    carried = {name: _own_memory(rows, result.theta) for name, rows in result.carried.items()}
+    carried = {name: _in_own_memory(rows, result.theta) for name, rows in result.carried.items()}
     finite = torch.ones(len(result.theta), dtype=torch.bool, device=result.theta.device)
     for rows in (result.theta, *carried.values()) if carried else ():
         finite &= torch.isfinite(rows.reshape(len(rows), -1)).all(1).to(finite.device)
     return CarriedState(finite.cpu().numpy(), carried)
 
 
-def _own_memory(rows: Tensor, theta: Tensor) -> Tensor:
+def _in_own_memory(rows: Tensor, theta: Tensor) -> Tensor:
     """These rows, copied if they share memory with ``theta``, which changes before `finish`."""
     shares_memory = rows.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr()
     return rows.clone() if shares_memory else rows

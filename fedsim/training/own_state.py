@@ -107,7 +107,9 @@ class OwnState:
         self._shared = {id(t): t for m in models for t in (*m.parameters(), *m.modules())}
         self._modules = [module for m in models for module in m.modules()]
         self.stateless = all(_never_changes(owner) for _, owner in self._owners)
-        self._fixed = {} if self.stateless else _fixed(model, loss, trained)
+        self._untrained_parameters = (
+            {} if self.stateless else _untrained_parameters(model, loss, trained)
+        )
         self._may_have_changed = False
         self._snapshot()
 
@@ -121,7 +123,9 @@ class OwnState:
         registries = [getattr(module, name) for module in self._modules for name in _REGISTRIES]
         self._registered = [(registry, dict(registry)) for registry in registries]
         # A forward may write into a parameter's tensor, or give it another by `.data = `.
-        self._values = {name: (p, p.data, p.detach().clone()) for name, p in self._fixed.items()}
+        self._values = {
+            name: (p, p.data, p.detach().clone()) for name, p in self._untrained_parameters.items()
+        }
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -142,12 +146,16 @@ class OwnState:
     @property
     def changed(self) -> list[str]:
         """Names of what has changed since the last snapshot."""
-        fixed = [name for name, (p, _, before) in self._values.items() if not _same(p.data, before)]
+        fixed = [
+            name for name, (p, _, before) in self._values.items() if not _are_equal(p.data, before)
+        ]
         return fixed + [
             f"{owner_name}{name}"
             for owner_name, saved in self._saved
             for name in sorted({*_own_entries(saved.attributes)} | saved.names)
-            if not _same(saved.attributes.get(name, _NOTHING), saved.copies.get(name, _NOTHING))
+            if not _are_equal(
+                saved.attributes.get(name, _NOTHING), saved.copies.get(name, _NOTHING)
+            )
         ]
 
     def _save(self, attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> _SavedAttributes:
@@ -203,7 +211,9 @@ def _never_changes(owner: object) -> bool:
     return is_torchs_own(owner) and not owner._buffers and getattr(owner, "max_norm", None) is None
 
 
-def _fixed(model: nn.Module, loss: Loss, trained: Collection[str]) -> dict[str, nn.Parameter]:
+def _untrained_parameters(
+    model: nn.Module, loss: Loss, trained: Collection[str]
+) -> dict[str, nn.Parameter]:
     """Parameters that are not trained, each with a name for messages."""
     parameters = {f"the model's {n}": p for n, p in model.named_parameters() if n not in trained}
     if isinstance(loss, nn.Module):
@@ -257,7 +267,7 @@ def _own_entries(attributes: MutableMapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in attributes.items() if k not in _MODULES_OWN and k not in _RECURRENT}
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Whether two values are equal, as far as they can be inspected."""
     if one is other:
         return True
@@ -267,12 +277,12 @@ def _same(one: Any, other: Any) -> bool:
         kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
         return kinds[0] == kinds[1] and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(_are_equal(one[k], other[k]) for k in one)
     if isinstance(one, tuple | list | deque):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_are_equal, one, other))
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and _same(one.tolist(), other.tolist())
+        return one.dtype == other.dtype and _are_equal(one.tolist(), other.tolist())
     if isinstance(one, (*_NEVER_CHANGES, set, frozenset, bytearray)):
         return bool(one == other) or (one != one and other != other)  # NaN is equal to NaN here
     attributes = getattr(one, "__dict__", None)
-    return attributes is None or _same(attributes, other.__dict__)
+    return attributes is None or _are_equal(attributes, other.__dict__)

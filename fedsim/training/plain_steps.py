@@ -18,7 +18,7 @@ from torch import Tensor
 from fedsim.array_types import Floats
 from fedsim.clients.base import State, Step
 from fedsim.training.batches import Batches
-from fedsim.training.paths.losses import losses_of
+from fedsim.training.paths.losses import prepare_losses
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import Seeds
@@ -107,7 +107,7 @@ class ProgramLoop(StepLoop):
         self._by_step = self.index.transpose(0, 1).contiguous()
         targets = stepper.data.targets(self._by_step.flatten(0, 1), stepper.dtype)
         weights = self.weight.transpose(0, 1).flatten(0, 1)
-        self.batch_losses = losses_of(path.loss, targets, weights)
+        self.batch_losses = prepare_losses(path.loss, targets, weights)
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
@@ -125,7 +125,7 @@ class ProgramLoop(StepLoop):
         """One step, on batches ``x [n, B, ...]``, of ``n`` clients from position ``first`` on."""
         stepper, batch = self.stepper, number * self._by_step.shape[1] + first
         point = stepper.algorithm.point(state)
-        gradient = self.path.gradient_of(point, x, self.batch_losses, batch)
+        gradient = self.path.batch_gradient(point, x, self.batch_losses, batch)
         stepper.update(state, gradient, Step(self.round, number))
 
     @property

@@ -25,11 +25,11 @@ from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import (
     GradientMethod,
     OneByOne,
-    Unrolled,
-    Vmapped,
+    OpacusMethod,
+    VmapMethod,
     is_recurrent,
 )
-from fedsim.training.paths.factored import Hooked, ProgramRows, owned_by_layers, product_layers
+from fedsim.training.paths.factored import Hooked, ProgramMethod, owned_by_layers, product_layers
 from fedsim.training.side_effects import exact, seeded
 
 _log = logging.getLogger(__name__)
@@ -51,12 +51,12 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
     if structure is not None and read_loss is not None:
         module = structure.module
         if program is not None and program.has_example_rows:
-            methods.append(ProgramRows(module, packing, read_loss, program))
+            methods.append(ProgramMethod(module, packing, read_loss, program))
         elif layers := product_layers(structure, packing):
             methods.append(Hooked(module, packing, read_loss, layers))
         if is_recurrent(module) and owned_by_layers(structure, packing):
-            methods.append(Unrolled(module, packing, read_loss))
-    methods.append(Vmapped(model, packing, loss, state))
+            methods.append(OpacusMethod(module, packing, read_loss))
+    methods.append(VmapMethod(model, packing, loss, state))
     drawing = trained.draws.training or trained.draws.evaluation
     return [*methods, OneByOne(model, packing, loss, state, drawing)]
 
@@ -137,7 +137,10 @@ class Probe:
         failure: BaseException | None = None
         for positive in (False, True):
             first, second = (
-                _Batch(_like(x, generator, k, positive), _like(y, generator, k, positive))
+                _Batch(
+                    _made_up_like(x, generator, k, positive),
+                    _made_up_like(y, generator, k, positive),
+                )
                 for k in (0, 1)
             )
             try:
@@ -276,7 +279,7 @@ class _Batch:
         return _Batch(x, y)
 
 
-def _like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) -> Tensor:
+def _made_up_like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) -> Tensor:
     """Made-up values: real numbers, larger for ``k = 1``; or else classes, tokens or lengths."""
     shape = (EXAMPLES, *tensor.shape[1:])
     if not tensor.is_floating_point():

@@ -78,7 +78,7 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
         return HiddenDraws(training=draws_by_type, evaluation=False)
     try:
         training, evaluation = (
-            _draws(copy.deepcopy(model).train(mode), x) for mode in (True, False)
+            _makes_draws(copy.deepcopy(model).train(mode), x) for mode in (True, False)
         )
     except FedsimError:
         raise
@@ -107,7 +107,7 @@ def _known_to_draw(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _draws(model: nn.Module, x: Tensor) -> bool:
+def _makes_draws(model: nn.Module, x: Tensor) -> bool:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     foreign = _foreign_generators()
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
@@ -116,7 +116,7 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
         with Writes() as writes:
             model(inputs)
         has_drawn = before != _generators(x.device)
-        remembers = _has_memory(model, x)
+        remembers = _is_stateful(model, x)
     _refuse_writes_elsewhere(writes, model, "model", [inputs])
     changed = [
         name
@@ -211,7 +211,7 @@ def _refuse_draws_since(foreign: tuple[object, ...], name: str) -> None:
         )
 
 
-def _has_memory(model: nn.Module, x: Tensor) -> bool:
+def _is_stateful(model: nn.Module, x: Tensor) -> bool:
     """Whether the same inputs, with the same draws, give other outputs after other inputs."""
     half = len(x) // 2
     outputs: list[Tensor] = []

@@ -15,7 +15,7 @@ from fedsim.arguments import check_arguments
 from fedsim.array_types import Floats, Ints
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import server_numbers
-from fedsim.errors import FedsimError, users_traceback_alone
+from fedsim.errors import FedsimError, user_traceback
 from fedsim.privacy import Ledger
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
@@ -96,7 +96,7 @@ class Trainer:
         If a setting is out of range or the model cannot be trained this way.
     """
 
-    @users_traceback_alone
+    @user_traceback
     @check_arguments
     def __init__(
         self,
@@ -149,8 +149,10 @@ class Trainer:
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
         self.payload = Payload.of(self.personal.shared, algorithm)
-        self.kernel = choice.kernel_of(kernel, self.device)
-        self.block_size = choice.most_clients(self.model, self.packing, self.device, block_size)
+        self.kernel = choice.resolve_kernel(kernel, self.device)
+        self.block_size = choice.max_block_clients(
+            self.model, self.packing, self.device, block_size
+        )
         self.rounds = self._local_rounds(path)
         self.trained, self.stepper = self.rounds.trained, self.rounds.stepper
         self.path = self.stepper.path

@@ -13,7 +13,7 @@ from fedsim.arguments import expected, require, shown
 from fedsim.array_types import Ints
 from fedsim.clients.base import PERSONAL_MASK, DenseGradient, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
-from fedsim.models.normalization import KEEP_FIXED, fixed_statistics, statistics_of
+from fedsim.models.normalization import KEEP_FIXED, frozen_normalisation, running_statistics
 from fedsim.models.parameters import refuse_gradient_hooks
 from fedsim.privacy.exclusions import check_private_work
 from fedsim.tasks.losses import Loss
@@ -41,7 +41,7 @@ def check_model(model: nn.Module, *, private: bool) -> None:
     fixed: frozenset[str] | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
-            fixed = fixed_statistics(model) if fixed is None else fixed
+            fixed = frozen_normalisation(model) if fixed is None else fixed
             if name in fixed:
                 continue
             if _is_frozen(module):
@@ -293,7 +293,7 @@ def check_statistics(
     ------
     FedsimError
     """
-    statistics = statistics_of(model)
+    statistics = running_statistics(model)
     if not statistics:
         return []
     layer = statistics[0].rpartition(".")[0]

@@ -12,7 +12,7 @@ from fedsim.apps import server_app
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.runs.directory import OUT, RUNS, RunDirectory, last_run
+from fedsim.runs.directory import OUT, RUNS, RunDirectory, latest_run
 from fedsim.runs.resolve import resolve
 from fedsim.runs.run_ledgers import Ending
 
@@ -61,7 +61,7 @@ def test_the_last_run_of_the_name_goes_on_in_its_directory(tmp_path: Path, monke
 def test_a_run_that_is_still_written_to_is_not_taken_up(tmp_path: Path):
     directory = RunDirectory(tmp_path / "served-1")
     with directory.claim("name = 'x'\n"), pytest.raises(FedsimError, match="another run is"):
-        last_run(tmp_path, "served")
+        latest_run(tmp_path, "served")
 
 
 def test_a_request_in_its_directory_stops_a_run_after_a_round(tmp_path: Path, monkeypatch):

@@ -14,7 +14,7 @@ from whitebox.config_evidence import ConfigEvidence, evaluating, own_addresses
 from whitebox.metrics_release import MetricsEvidence
 
 from fedsim import RunConfig
-from fedsim.audit.findings import Gathered, findings
+from fedsim.audit.findings import SampleChecks, findings
 from fedsim.errors import FedsimError
 from fedsim.federation.accounting import Accounting
 from fedsim.federation.client_settings import PrivateMetrics
@@ -70,7 +70,7 @@ def test_an_honest_evaluation_on_devices_that_are_often_absent_passes() -> None:
 def test_evaluations_of_many_clients_are_audited_with_fewer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end(self: MetricsEvidence) -> Iterator[Gathered]:
+    def end(self: MetricsEvidence) -> Iterator[SampleChecks]:
         raise FedsimError(f"{self.strategies(1).plan.sampler.population} clients")
 
     monkeypatch.setattr(config_evidence, "MAX_CLIENTS", 10)

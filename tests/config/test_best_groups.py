@@ -9,7 +9,7 @@ import pytest
 from slow_cases import slow_but
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import GROUPS, release_plan, with_best_groups
+from fedsim.config.plan import GROUPS, release_plan, resolve_bands
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.privacy.laws.base import Participation
@@ -41,7 +41,7 @@ def test_the_groups_of_the_least_error_are_taken() -> None:
 
     1: 21.457, 2: 18.871, 4: 17.478, 8: 17.024, 20: 17.742.
     """
-    best = with_best_groups(config_with())
+    best = resolve_bands(config_with())
     assert (best.cohort.make(population=1000, rounds=1000).groups, best.noise.bands) == (8, 8)
     assert error(best) == pytest.approx(17.024, abs=2e-3)
     for groups, expected in ((1, 21.457), (2, 18.871), (4, 17.478), (20, 17.742)):
@@ -52,7 +52,7 @@ def test_the_groups_of_the_least_error_are_taken() -> None:
 @pytest.mark.parametrize("epsilon", slow_but(1, [0.5, 4.0, 16.0]))
 def test_cohorts_stay_as_large_and_no_other_groups_are_better(epsilon: float) -> None:
     config = config_with(rounds=60, **{"noise.target-epsilon": epsilon, "cohort.rate": 0.3})
-    best = with_best_groups(config)
+    best = resolve_bands(config)
     sampler = best.cohort.make(population=1000, rounds=60)
     assert sampler.expected_size == pytest.approx(30.0)
     for groups in GROUPS:
@@ -66,7 +66,7 @@ def test_what_was_chosen_stands_in_the_config_and_is_chosen_once() -> None:
     written = made.to_run_config()
     assert written["noise.bands"] == written["cohort.groups"] in GROUPS
     assert math.isclose(float(written["cohort.rate"]), 0.01 * int(written["cohort.groups"]))
-    assert with_best_groups(made) is made
+    assert resolve_bands(made) is made
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_was_chosen_stands_in_the_config_and_is_chosen_once() -> None:
 )
 def test_without_groups_or_a_target_nothing_is_chosen(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(FedsimError, match=words):
-        with_best_groups(config_with(**changes))
+        resolve_bands(config_with(**changes))
 
 
 @pytest.mark.parametrize("bands", [-1, 2.5, "all", True])

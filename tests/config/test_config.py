@@ -230,7 +230,9 @@ def test_a_setting_that_speaks_of_a_file_is_marked_as_a_path() -> None:
         settings = [setting for setting in settings_of(table) if setting.type is str]
         if issubclass(table, Choice):
             names = registry.names(table.kind)
-            settings += [s for name in names for s in table.own_settings(name) if s.type is str]
+            settings += [
+                s for name in names for s in table.declared_settings(name) if s.type is str
+            ]
         words = re.compile(r"\b(files?|folders?|director(y|ies)|paths?)\b")
         keys = {
             table.key(setting.key)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from fedsim.deploy import fleet_proxy
-from fedsim.deploy.fleet_proxy import FleetProxy, is_passed
+from fedsim.deploy.fleet_proxy import FleetProxy, is_forwarded
 from fedsim.deploy.flower_replacements import speaks_grpc
 
 OPEN = [
@@ -36,22 +36,22 @@ CLOSED = [
 
 @pytest.mark.parametrize("name", OPEN)
 def test_what_a_node_asks_is_passed(name):
-    assert is_passed("POST", f"/v1/fleet/{name}".encode(), b"")
+    assert is_forwarded("POST", f"/v1/fleet/{name}".encode(), b"")
 
 
 @pytest.mark.parametrize("path", CLOSED)
 def test_every_other_path_is_closed(path):
-    assert not is_passed("POST", path.encode(), b"")
+    assert not is_forwarded("POST", path.encode(), b"")
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "DELETE", "CONNECT", "post"])
 def test_other_methods_are_closed(method):
-    assert not is_passed(method, b"/v1/fleet/get-run", b"")
+    assert not is_forwarded(method, b"/v1/fleet/get-run", b"")
 
 
 @pytest.mark.parametrize("query", [b"x", b"path=/v1/control/list-runs", b"/../.."])
 def test_a_query_string_is_closed(query):
-    assert not is_passed("POST", b"/v1/fleet/get-run", query)
+    assert not is_forwarded("POST", b"/v1/fleet/get-run", query)
 
 
 @pytest.mark.skipif(speaks_grpc(), reason="this Flower's nodes speak gRPC")

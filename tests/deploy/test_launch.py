@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from fedsim.apps.server_app import LOG_FORMAT, _Submitter
+from fedsim.apps.server_app import LOG_FORMAT, _StopRequest
 from fedsim.config import RunConfig
 from fedsim.deploy import launch
 from fedsim.deploy.launch import _directory, _follow, _interruptible_by
@@ -19,7 +19,7 @@ from fedsim.errors import FedsimError
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.record import RanElsewhere, RunRecord
+from fedsim.runs.record import ArtefactsElsewhere, RunRecord
 from fedsim.runs.run_ledgers import Ending
 from fedsim.strategies import RunFailedError
 
@@ -179,12 +179,12 @@ def test_callbacks_of_a_federations_run_are_called_and_ask_its_server_to_stop(
             for number in range(first, 4):
                 file.append({"round": number})
                 poll()
-                requests.append(_Submitter(directory.stop_request(7)).on_round(MagicMock()))
+                requests.append(_StopRequest(directory.stop_request(7)).on_round(MagicMock()))
             directory.finish(Ending("finished"))
             return "finished:completed"
 
     monkeypatch.setattr(launch, "Operator", Finishing)
-    monkeypatch.setattr(launch, "last_run", lambda runs, name: directory)
+    monkeypatch.setattr(launch, "latest_run", lambda runs, name: directory)
     monkeypatch.setattr(launch, "_read", lambda resolved, directory: directory)
     federation = MagicMock(runs=tmp_path)
     config = RunConfig().replace(**{"checkpoint.resume": resumed})
@@ -208,7 +208,7 @@ def test_a_stop_that_cannot_reach_the_server_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     callbacks = Callbacks.numbered([Impatient()])
-    rows = launch._Rows(MagicMock(config=RunConfig(), uncovered=()), callbacks, None)
+    rows = launch._MetricsWatcher(MagicMock(config=RunConfig(), uncovered=()), callbacks, None)
     with rows.watch(RunDirectory(tmp_path / "elsewhere"), 7) as poll:
         poll()
     assert caplog.text.count("asked to stop the run (Impatient has stopped it)") == 1
@@ -224,7 +224,7 @@ def test_a_stop_on_a_file_system_that_is_only_read_is_warned_of_and_the_run_foll
     monkeypatch.setattr(Path, "unlink", refuses)
     watcher = Impatient()
     resolved = MagicMock(config=RunConfig(), uncovered=())
-    rows = launch._Rows(resolved, Callbacks.numbered([watcher]), None)
+    rows = launch._MetricsWatcher(resolved, Callbacks.numbered([watcher]), None)
     with rows.watch(RunDirectory(tmp_path), 7) as poll:
         poll()
         poll()
@@ -248,7 +248,7 @@ def test_callbacks_of_a_run_that_fails_when_it_is_resumed_get_no_earlier_ending(
             return 7
 
     monkeypatch.setattr(launch, "Operator", Refusing)
-    monkeypatch.setattr(launch, "last_run", lambda runs, name: directory)
+    monkeypatch.setattr(launch, "latest_run", lambda runs, name: directory)
     watcher = Watcher()
     config = RunConfig().replace(**{"checkpoint.resume": True})
     resolved = MagicMock(config=config, uncovered=())
@@ -287,7 +287,7 @@ def test_a_run_that_another_directory_of_this_machine_has_is_copied(
         launch._submit(resolved, federation, tmp_path / "out", [])
         assert [directory.path for directory in copied] == [place.path]
     else:
-        with pytest.raises(RanElsewhere, match=str(place.path)):
+        with pytest.raises(ArtefactsElsewhere, match=str(place.path)):
             launch._submit(resolved, federation, tmp_path / "out", [])
 
 

@@ -20,7 +20,8 @@ from experiments.framework import config_runs
 from experiments.framework.base import Experiment, Report, Result
 from experiments.framework.judge import Judged
 from experiments.framework.run import load
-from experiments.koskela.common import optimiser
+from experiments.koskela.common import adadp, constant_rate
+from experiments.koskela.moments import moments_epsilon
 from experiments.koskela.rate import settled_rate
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
@@ -180,11 +181,29 @@ def test_papers_mnist_network_settles_at_0815() -> None:
     assert settled_rate(config, 334_336) == pytest.approx(0.0815, abs=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("sigma", "epsilon"), [(2.0, 1.536), (4.0, 0.717), (6.0, 0.515), (8.0, 0.447)]
+)
+def test_the_moments_accountant_gives_the_epsilons_of_the_authors_code(
+    sigma: float, epsilon: float
+) -> None:
+    found = moments_epsilon(sigma, rate=1 / 300, releases=30_000, delta=1e-5)
+    assert found == pytest.approx(epsilon, abs=5e-4)
+
+
+def test_with_the_papers_iterate_nothing_of_adadp_is_overridden() -> None:
+    base = RunConfig.load(COMMITTED / "koskela-federated" / "run.toml")
+    full = base.replace(**adadp(1e-4, "full", float(base.client.eta_max)))
+    assert (full.client.keep, full.client.eta_max) == ("full", 10.0)
+    half = base.replace(**adadp(3.0, "half", float(base.client.eta_max)))
+    assert (half.client.keep, half.client.eta_max) == ("half", 3.0)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("experiment", ["koskela-federated", "koskela-mnist"])
 def test_other_optimisers_inherit_nothing_of_adadp(experiment: str, name: str) -> None:
     base = RunConfig.load(COMMITTED / experiment / "run.toml")
-    config = base.replace(**optimiser(name, 0.25))
+    config = base.replace(**constant_rate(name, 0.25))
     assert (config.client.name, config.client.lr) == (name, 0.25)
     ours, default = (
         c.to_run_config() for c in (config, RunConfig.parse({"client": {"name": name}}))

@@ -34,6 +34,7 @@ from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.federation.state_tree import join_tree, split_tree
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.randomness import Randomness
+from fedsim.server_optimizers import AveragedSGD, ServerOptimizer, ServerSGD
 from fedsim.strategies import ClientMetrics, DPFedAvg
 from fedsim.training import Trainer
 
@@ -73,6 +74,44 @@ def test_a_flower_optimizer_on_our_mean_is_flowers_own_strategy(kind: type[FedAv
     ]
     np.testing.assert_allclose(results[0], results[1], rtol=1e-10)
     assert not torch.equal(results[1], INITIAL)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("resumed_after", [None, 1, 3])
+def test_the_released_model_is_the_average_of_iterates_that_clients_train_from(
+    momentum: float, resumed_after: int | None
+) -> None:
+    def strategy(optimizer: ServerOptimizer) -> DPFedAvg:
+        return DPFedAvg(
+            mechanism=NoPrivacy("uniform"),
+            cohort=FullCohort(4),
+            seed=1,
+            server_optimizer=optimizer,
+        )
+
+    def released(server: DPFedAvg, rounds: int, initial: torch.Tensor) -> list[torch.Tensor]:
+        """The models of rounds, by the messages that any Flower client gets."""
+        models, arrays = [], array_record({"w": initial})
+        for number in range(server.rounds_done + 1, server.rounds_done + 1 + rounds):
+            messages = server.configure_train(number, arrays, ConfigRecord(), grid)
+            arrays, _ = server.aggregate_train(number, grid.send_and_receive(messages))
+            models.append(tensors(arrays)["w"].clone())
+        return models
+
+    grid, decay = LocalGrid(app(), num_nodes=4), 0.6
+    iterates = released(strategy(ServerSGD(momentum=momentum)), 5, INITIAL)
+    averaged = strategy(AveragedSGD(momentum=momentum, decay=decay))
+    models = released(averaged, resumed_after or 5, INITIAL)
+    if resumed_after is not None:
+        state, averaged = averaged.state(), strategy(AveragedSGD(momentum=momentum, decay=decay))
+        averaged.restore(join_tree(*split_tree(state)))
+        models += released(averaged, 5 - resumed_after, models[-1])
+    # Of the first two iterates it is the mean, since 1 / (1 - decay) is 2.5.
+    expected = [iterates[0], (iterates[0] + iterates[1]) / 2]
+    for iterate in iterates[2:]:
+        expected.append(decay * expected[-1] + (1 - decay) * iterate)
+    torch.testing.assert_close(models, expected, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(models[-1], iterates[-1])
 
 
 class Counting(FedProx):

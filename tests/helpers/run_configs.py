@@ -38,6 +38,10 @@ RUNS: dict[str, list[str]] = {
     "quantile clipping, fixed, server momentum": [
         "mechanism.name=quantile-clipping", "noise.multiplier=0.5", *FIXED, "server.momentum=0.9",
     ],
+    "clipping, poisson, average of the model, momentum": [
+        *CLIPPING, *POISSON, "rounds=4", "server.optimizer=averaged", "server.decay=0.5",
+        "server.momentum=0.5",
+    ],
     "adaclip, poisson, adam clients": [
         "mechanism.name=adaclip", "noise.multiplier=0.5", *POISSON, "client.name=adam",
         "client.lr=0.01",

@@ -21,7 +21,7 @@ from test_dense import builds, built_by
 from fedsim.kernels import building, classes, convolutions, dense, normals, rows
 from fedsim.kernels.building import UNFUSED
 from fedsim.kernels.normals import sums_of_normals
-from fedsim.kernels.rows import TILE, add_rounded, by_halves, is_supported, squared_norms
+from fedsim.kernels.rows import TILE, add_rounded, is_supported, pairwise_sums, squared_norms
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
 from fedsim.mechanisms.releaser import NoiseSource, prefetched
 from fedsim.privacy import Independent
@@ -67,7 +67,7 @@ def blocks(draw):
 @given(blocks())
 def test_norms_are_those_of_halving_to_the_byte(block) -> None:
     assert is_supported(block)
-    assert same_bytes(squared_norms(block), by_halves(block.double().square()))
+    assert same_bytes(squared_norms(block), pairwise_sums(block.double().square()))
 
 
 @compiled
@@ -119,13 +119,13 @@ def test_every_processor_and_compiler_gives_the_bytes_of_numpy_and_torch(
 
 @pytest.mark.parametrize("d", [1, 3, 100, TILE, 3 * TILE + 5, TILE * TILE + 1])
 def test_halving_sums_everything_once(d) -> None:
-    assert float(by_halves(torch.ones(d, dtype=torch.float64))) == d
+    assert float(pairwise_sums(torch.ones(d, dtype=torch.float64))) == d
 
 
 @compiled
 def test_rows_of_many_tiles_are_halved_twice() -> None:
     row = torch.randn(1, TILE * TILE + 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(squared_norms(row), by_halves(row.double().square()))
+    assert torch.equal(squared_norms(row), pairwise_sums(row.double().square()))
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""A ledger beside somebody else's loop: written first, budgeted, declared by the user."""
+"""A ledger beside somebody else's loop: written first, with_node_budget, declared by the user."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from fedsim.runs.callbacks import Callback
 from fedsim.runs.metrics import QUANTILES, MetricsFile, learning_columns, subject
 from fedsim.runs.record import RunRecord
 from fedsim.runs.run_ledgers import RunLedgers
-from fedsim.runs.summary import whole_record
+from fedsim.runs.summary import complete_record
 from fedsim.runs.sweep import grid_runs, run_sweep
 from fedsim.strategies import RoundReport, RunFailedError
 
@@ -342,7 +342,7 @@ def test_a_run_that_was_interrupted_has_a_page_when_it_is_asked_for(tmp_path: Pa
     config = RunConfig().replace(**{"rounds": 50, "partition.clients": 5})
     result = fedsim.run(config, out=tmp_path / "run", callbacks=[Interrupting()])
     assert result.ended == "interrupted"
-    words = Outline(run_page(whole_record(tmp_path / "run"))).words
+    words = Outline(run_page(complete_record(tmp_path / "run"))).words
     assert f"It reached round {result.metrics[-1]['round']} of 50. It was interrupted" in words
 
 

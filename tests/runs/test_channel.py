@@ -14,7 +14,7 @@ from fedsim import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import tensors
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
+from fedsim.runs.channel import CHANNEL, CallbackServer, RemoteCallback, remote_callback
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
@@ -56,7 +56,7 @@ def test_a_distant_callback_sees_stops_and_keeps_as_one_in_the_process():
     watching = Watching()
     with CallbackServer([watching]) as server:
         resolved = resolve(CONFIG)
-        distant = DistantCallback(server.variables[CHANNEL])
+        distant = RemoteCallback(server.variables[CHANNEL])
         result = drive(resolved, LocalGrid(resolved.trainer), None, {CALLERS_CALLBACKS: distant})
         assert (result.ended, result.why) == ("stopped", "Stopped early: Watching has stopped it.")
         rounds = [("round", number) for number in range(3)]
@@ -78,7 +78,7 @@ def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
                 server.end()
 
     with CallbackServer([EndsInRoundTwo()]) as server, directory.claim(resolved.config.to_toml()):
-        distant = DistantCallback(server.variables[CHANNEL])
+        distant = RemoteCallback(server.variables[CHANNEL])
         result = drive(
             resolved,
             LocalGrid(resolved.trainer),
@@ -107,7 +107,7 @@ def test_a_run_ends_if_the_process_that_has_its_directory_is_killed(tmp_path):
             time.sleep(60)
         os._exit(0)
     with directory.claim(resolved.config.to_toml()):
-        distant = DistantCallback(reader.recv())
+        distant = RemoteCallback(reader.recv())
         with pytest.raises(KeyboardInterrupt):
             drive(resolved, LocalGrid(resolved.trainer), directory, {CALLERS_CALLBACKS: distant})
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -117,4 +117,4 @@ def test_a_run_ends_if_the_process_that_has_its_directory_is_killed(tmp_path):
 
 def test_a_run_that_nobody_watches_asks_nobody(monkeypatch):
     monkeypatch.delenv(CHANNEL, raising=False)
-    assert distant_callback() is None
+    assert remote_callback() is None

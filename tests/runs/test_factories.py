@@ -60,7 +60,7 @@ def test_a_table_has_the_settings_of_what_it_names_at_their_defaults(
     if name == "mlp":
         chosen["model.widths"] = 8
     table = getattr(config(**chosen), section.table)
-    settings = section.own_settings(name)
+    settings = section.declared_settings(name)
     defaults = {s.name: s.default for s in settings if s.default is not REQUIRED}
     assert set(table.own) == {s.name for s in settings}
     assert defaults.items() <= table.own.items()

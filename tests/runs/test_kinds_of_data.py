@@ -24,7 +24,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import resolve
 from fedsim.runs.run_ledgers import RunLedgers
-from fedsim.runs.sweep import grid_runs, measure_of, parse_axes, run_sweep
+from fedsim.runs.sweep import grid_runs, parse_axes, run_sweep, sweep_measure
 
 OWNERS = 6
 LENGTH = 4
@@ -81,7 +81,7 @@ def text(tmp_path: Path) -> str:
 def test_authors_are_clients_and_evaluate_on_their_own_test_examples(text: str) -> None:
     resolved = resolve(config(text))
     assert [len(part) for part in resolved.data.parts] == [1, 2, 3, 4, 5, 6]
-    assert [len(part) for part in resolved.data.test_parts] == [1, 2, 0, 3, 0, 1]
+    assert [len(part) for part in resolved.data.client_test_indices] == [1, 2, 0, 3, 0, 1]
     result = fedsim.run(config(text))
     last = result.metrics[-1]
     assert last["clients-num-examples"] == 7
@@ -295,7 +295,7 @@ def test_members_of_a_sweep_on_masked_data_end_as_they_do_alone(text: str, tmp_p
         name = "model.safetensors"
         assert (together / name).read_bytes() == (alone / name).read_bytes()
         ours, theirs = (RunRecord.read(place, RunLedgers()) for place in (together, alone))
-        column = f"validation-{measure_of(member.config).name}"
+        column = f"validation-{sweep_measure(member.config).name}"
         assert ours.columns() == theirs.columns()
         assert ours.recent(column) == theirs.recent(column) is not None
 

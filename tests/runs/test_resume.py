@@ -55,6 +55,12 @@ CASES: dict[str, dict[str, Any]] = {
     "momentum": {**PRIVATE, "server.momentum": 0.9},
     "adam": {**PRIVATE, "server.optimizer": "adam", "server.lr": 0.01},
     "flower's yogi": {**PRIVATE, "server.optimizer": "fedyogi"},
+    "an average of the model": {
+        **PRIVATE,
+        "server.optimizer": "averaged",
+        "server.decay": 0.5,
+        "server.schedule": "cosine(length=6)",
+    },
     "a schedule": {
         **PRIVATE,
         "server.optimizer": "rmsprop",

@@ -18,7 +18,7 @@ from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import read_all
 from fedsim.runs.run_ledgers import Ending
-from fedsim.runs.summary import whole_record
+from fedsim.runs.summary import complete_record
 
 CONFIG = RunConfig.parse(
     {
@@ -83,7 +83,7 @@ def test_metrics_that_cannot_be_read_are_refused_in_a_sentence(done, content):
     with pytest.raises(FedsimError, match=r"metrics\.csv is damaged .*remove it"):
         resume(done, rounds=6)
     with pytest.raises(FedsimError, match=r"metrics\.csv is damaged"):
-        whole_record(done.path)
+        complete_record(done.path)
     done.metrics.unlink()
     assert resume(done, rounds=6).metrics[-1]["round"] == 6
 
@@ -97,7 +97,7 @@ def test_what_a_run_without_its_config_has_left_is_no_run_to_go_on_with(done):
 
 def test_a_later_fedsims_directory_is_neither_loaded_nor_shown_nor_compared(done):
     (done.path / ".fedsim-run").write_text('{"format": 9}')
-    for look in (fedsim.load, whole_record, lambda path: read_all([path])):
+    for look in (fedsim.load, complete_record, lambda path: read_all([path])):
         with pytest.raises(FedsimError, match="format 9, and this fedsim knows 1"):
             look(done.path)
 
@@ -107,7 +107,7 @@ def test_a_run_of_another_version_whose_statement_needs_its_config_says_so(tmp_p
     config = RunDirectory(tmp_path / "run").config
     config.write_text(config.read_text() + "[strange]\nkey = 1\n")
     with pytest.raises(FedsimError, match="of another version of fedsim"):
-        assert whole_record(tmp_path / "run").statements
+        assert complete_record(tmp_path / "run").statements
 
 
 def test_a_calibrated_run_keeps_its_noise_whatever_its_rounds(tmp_path):

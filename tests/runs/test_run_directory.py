@@ -50,16 +50,16 @@ def test_a_directory_that_holds_a_run_is_refused_unless_it_may_be_overwritten(
     tmp_path: Path,
 ) -> None:
     directory = RunDirectory(tmp_path / "run")
-    directory.check_free(overwrite=False)
+    directory.check_available(overwrite=False)
     assert not directory.path.exists()
     old_run(tmp_path / "run")
     before = files(tmp_path)
     with pytest.raises(FedsimError, match="already holds a run"):
-        directory.check_free(overwrite=False)
+        directory.check_available(overwrite=False)
     with pytest.raises(FedsimError, match="already holds a run"), directory.claim("seed = 2\n"):
         pass
     assert files(tmp_path) == before
-    directory.check_free(overwrite=True)
+    directory.check_available(overwrite=True)
 
 
 def test_the_empty_string_is_not_the_current_directory() -> None:
@@ -92,7 +92,7 @@ def test_what_no_run_has_written_is_never_touched(
     (tmp_path / name).write_text("mine")
     directory = RunDirectory(tmp_path)
     with pytest.raises(FedsimError, match="no run's marker"):
-        directory.check_free(overwrite)
+        directory.check_available(overwrite)
     with (
         pytest.raises(FedsimError, match="no run's marker"),
         directory.claim("seed = 1\n", overwrite=overwrite),
@@ -104,7 +104,7 @@ def test_what_no_run_has_written_is_never_touched(
 def test_a_run_is_not_mixed_into_a_directory_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FedsimError, match=r"holds notes\.txt but no run's marker"):
-        RunDirectory(tmp_path).check_free(overwrite=True)
+        RunDirectory(tmp_path).check_available(overwrite=True)
     with (
         pytest.raises(FedsimError, match="choose a new or an empty directory"),
         RunDirectory(tmp_path).claim("seed = 2\n"),
@@ -139,7 +139,7 @@ def test_one_run_at_a_time_has_the_directory(tmp_path: Path) -> None:
         for overwrite in (False, True):
             second = RunDirectory(tmp_path / "run")
             with pytest.raises(FedsimError, match="another run is writing"):
-                second.check_free(overwrite)
+                second.check_available(overwrite)
             with (
                 pytest.raises(FedsimError, match="another run is writing"),
                 second.claim("seed = 2\n", overwrite=overwrite),
@@ -262,11 +262,11 @@ def test_a_directory_whose_checkpoints_could_not_be_read_is_refused(tmp_path: Pa
 def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text('{"format": 2}')
     with pytest.raises(FedsimError, match="format 2, and this fedsim knows 1"):
-        RunDirectory(tmp_path).check_free(overwrite=True)
+        RunDirectory(tmp_path).check_available(overwrite=True)
     for damaged in ("[", '{"format": 9e999}'):
         (tmp_path / MARKER).write_text(damaged)
         with pytest.raises(FedsimError, match="damaged"):
-            RunDirectory(tmp_path).check_free(overwrite=True)
+            RunDirectory(tmp_path).check_available(overwrite=True)
 
 
 def test_a_row_costs_one_line_however_many_there_are(

@@ -28,7 +28,7 @@ from fedsim.reports.verification import verify_run
 from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.preflight import check
 from fedsim.runs.record import RunResult
-from fedsim.runs.resolve import charges_examples, resolve
+from fedsim.runs.resolve import driver_charges_examples, resolve
 from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.runs.runner import drive
 
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_ledger_is_no_claim_of_privacy(tmp_path, name):
 def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     federation = own(EXAMPLES, engine__name="deployment", engine__federation="somewhere")
     resolved = resolve(federation)
-    assert not charges_examples(resolved.config)
+    assert not driver_charges_examples(resolved.config)
     server = Ledger(delta=1e-5)
     server.record(Entry(event=Event(noise_multiplier=0.0, law=PoissonLaw())))
     ledgers = RunLedgers(federation.to_run_config(), server)

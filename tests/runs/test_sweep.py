@@ -22,7 +22,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.record import RunRecord
 from fedsim.runs.run_ledgers import RunLedgers
-from fedsim.runs.sweep import SweepRun, grid_runs, is_done, parse_axes, run_sweep
+from fedsim.runs.sweep import SweepRun, grid_runs, has_run_ended, parse_axes, run_sweep
 from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
@@ -190,11 +190,11 @@ def test_an_interrupted_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_sweep(grid, tmp_path, stop)
-    assert [is_done(member, tmp_path) for member in grid] == [True, False]
+    assert [has_run_ended(member, tmp_path) for member in grid] == [True, False]
     seen.clear()
     run_sweep(grid, tmp_path, lambda member, row: seen.append(member.label))
     assert set(seen) == {grid[1].label}
-    assert all(is_done(member, tmp_path) for member in grid)
+    assert all(has_run_ended(member, tmp_path) for member in grid)
 
 
 def test_runs_resumed_from_their_checkpoints_end_with_the_same_bytes_as_alone(
@@ -212,7 +212,7 @@ def test_runs_resumed_from_their_checkpoints_end_with_the_same_bytes_as_alone(
     monkeypatch.setattr(MetricsFile, "append", noted)
     run_sweep(grid, tmp_path)
     assert 1 not in made
-    assert all(is_done(member, tmp_path) for member in grid)
+    assert all(has_run_ended(member, tmp_path) for member in grid)
     for number, member in enumerate(grid):
         fedsim.run(member.config, out=tmp_path / f"alone-{number}")
         resumed, alone = (

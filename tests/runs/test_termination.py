@@ -18,7 +18,7 @@ from fedsim.runs import session
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
-from fedsim.runs.summary import whole_record
+from fedsim.runs.summary import complete_record
 
 CONFIG = RunConfig.parse(
     {
@@ -70,14 +70,14 @@ def test_a_terminated_run_saves_its_model_and_a_checkpoint_and_waits_for_nothing
 def test_the_page_of_a_terminated_run_is_made_whole_when_it_is_asked_for(
     interrupted: RunDirectory,
 ) -> None:
-    record = whole_record(interrupted.path)
+    record = complete_record(interrupted.path)
     assert sum(map(sum, record.summary["test"]["counts"])) == 360
     page = run_page(record)
     assert "It reached round 2 of 9. It was interrupted" in page
     assert "Mistakes on test examples" in page
     # The model of an earlier end says nothing of the rounds that were made since.
     interrupted.metrics.write_text(interrupted.metrics.read_text() + "3\n")
-    assert whole_record(interrupted.path).summary == {}
+    assert complete_record(interrupted.path).summary == {}
 
 
 def test_going_on_removes_what_was_said_of_the_end_that_is_none_any_more(

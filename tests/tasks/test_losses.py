@@ -83,7 +83,7 @@ def test_numbers_that_do_not_count_have_no_part_in_a_loss_or_its_gradient(loss) 
 def test_a_loss_without_masks_is_the_same_where_every_target_counts(loss, shape) -> None:
     outputs, targets = torch.randn(shape), torch.rand(shape).round()
     results = []
-    for of_examples in (loss, loss.where_all_count):
+    for of_examples in (loss, loss.without_mask):
         leaf = outputs.clone().requires_grad_()
         losses = of_examples(leaf, targets)
         results.append((losses, *torch.autograd.grad(losses, leaf, torch.full(shape[:1], 0.3))))

@@ -17,7 +17,7 @@ from fedsim.runs.factories import trainer_of
 from fedsim.runs.resolve import resolve
 from fedsim.training import Trainer
 from fedsim.training.paths import choice
-from fedsim.training.paths.choice import kernel_of
+from fedsim.training.paths.choice import resolve_kernel
 
 compiled = pytest.mark.skipif(not is_compiled(torch.float32), reason="there is no C compiler")
 CPU = torch.device("cpu")
@@ -43,14 +43,14 @@ def config_with(kernel: str, *others: str) -> RunConfig:
 
 @compiled
 def test_the_rule_compiles_on_a_cpu_and_not_on_a_gpu() -> None:
-    assert kernel_of("auto", CPU) == kernel_of("compiled", CPU) == "compiled"
-    assert kernel_of("eager", CPU) == kernel_of("auto", torch.device("cuda")) == "eager"
+    assert resolve_kernel("auto", CPU) == resolve_kernel("compiled", CPU) == "compiled"
+    assert resolve_kernel("eager", CPU) == resolve_kernel("auto", torch.device("cuda")) == "eager"
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_the_rule_takes_torchs_operations_and_says_so_once(caplog) -> None:
     caplog.set_level(logging.INFO, choice.__name__)
-    assert [kernel_of("auto", CPU) for _ in range(3)] == ["eager"] * 3
+    assert [resolve_kernel("auto", CPU) for _ in range(3)] == ["eager"] * 3
     assert len(caplog.records) == 1
 
 

@@ -33,7 +33,7 @@ from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ClientData, trainer_checks
 from fedsim.training.client_state import CarriedState
-from fedsim.training.frozen_stem import behind_frozen_stem
+from fedsim.training.frozen_stem import split_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
 from fedsim.training.side_effects import exact
@@ -175,7 +175,7 @@ def test_a_frozen_stem_is_gone_through_as_exactly_as_the_rest(monkeypatch):
     stem = nn.Conv2d(1, 2, 3).requires_grad_(False)
     stem.register_forward_hook(lambda *_: asked.append(torch.backends.cudnn.allow_tf32))
     data = make_data([3, 3], features=36, shape=(1, 6, 6))
-    rest, _ = behind_frozen_stem(nn.Sequential(stem, nn.Flatten(), nn.Linear(32, 3)), data)
+    rest, _ = split_frozen_stem(nn.Sequential(stem, nn.Flatten(), nn.Linear(32, 3)), data)
     assert len(rest) == 1
     assert asked == [data.x.device] + [False] * (1 + 6)  # once for the size of an output
 

@@ -12,7 +12,7 @@ from fedsim.clients import SGD
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, Trainer
 from fedsim.training import frozen_stem as module
-from fedsim.training.frozen_stem import behind_frozen_stem
+from fedsim.training.frozen_stem import split_frozen_stem
 
 SIZES = (5, 0, 11, 3)
 IDS = np.arange(len(SIZES))
@@ -45,7 +45,7 @@ def trained(model: nn.Module, data: ClientData) -> tuple[Tensor, Tensor]:
 
 def test_the_same_training_and_evaluation_as_through_the_whole_model() -> None:
     model, data = stemmed(), clients()
-    rest, outputs = behind_frozen_stem(model, data)
+    rest, outputs = split_frozen_stem(model, data)
     assert [name for name, _ in rest.named_parameters()] == ["4.weight", "4.bias"]
     assert outputs.x.shape == (sum(SIZES), 8)  # examples that nobody has are left out
     assert [len(own) for own in outputs.indices] == [*SIZES]
@@ -55,12 +55,12 @@ def test_the_same_training_and_evaluation_as_through_the_whole_model() -> None:
 
 def test_bits_of_an_example_do_not_depend_on_whose_else_there_are() -> None:
     data = clients(torch.float32)
-    everybody = behind_frozen_stem(stemmed(torch.float32), data)[1]
+    everybody = split_frozen_stem(stemmed(torch.float32), data)[1]
     for client, own in enumerate(data.indices):
         if not len(own):
             continue
         alone = ClientData(data.x, data.y, [own[::-1].copy()], data.mean, data.std)
-        outputs = behind_frozen_stem(stemmed(torch.float32), alone)[1]
+        outputs = split_frozen_stem(stemmed(torch.float32), alone)[1]
         mine = everybody.indices[client]
         assert torch.equal(outputs.x[outputs.indices[0]], everybody.x[mine[::-1].copy()])
         assert torch.equal(outputs.y[outputs.indices[0]], everybody.y[mine[::-1].copy()])
@@ -70,7 +70,7 @@ def test_images_are_scaled_once() -> None:
     images = torch.randint(0, 256, (6, 1, 6, 6), dtype=torch.uint8)
     data = ClientData(images, torch.zeros(6, dtype=torch.int64), [np.arange(6)])
     model = stemmed(torch.float32)
-    rest, outputs = behind_frozen_stem(model, data)
+    rest, outputs = split_frozen_stem(model, data)
     found = rest(outputs.inputs(torch.arange(6), torch.float32))
     torch.testing.assert_close(found, model(images.float() / 255), rtol=1e-5, atol=1e-6)
 
@@ -82,7 +82,7 @@ def doubled(_, inputs):
 def test_a_model_whose_hooks_would_be_lost_is_not_split() -> None:
     model, data = stemmed(), clients()
     model.register_forward_pre_hook(doubled)
-    assert behind_frozen_stem(model, data) == (model, data)
+    assert split_frozen_stem(model, data) == (model, data)
 
 
 def test_layers_that_differ_in_a_hook_share_no_outputs() -> None:
@@ -91,7 +91,7 @@ def test_layers_that_differ_in_a_hook_share_no_outputs() -> None:
         model = stemmed()
         if has_hook:
             model[0].register_forward_pre_hook(doubled)
-        rest, outputs = behind_frozen_stem(model, data)
+        rest, outputs = split_frozen_stem(model, data)
         inputs, found = (
             of.inputs(torch.from_numpy(of.indices[2]), torch.float64) for of in (data, outputs)
         )
@@ -103,7 +103,7 @@ def test_layers_that_differ_in_a_setting_that_torch_does_not_show_share_no_outpu
     for counted in (True, False):
         pool = nn.AvgPool2d(2, padding=1, count_include_pad=counted)
         model = nn.Sequential(*stemmed()[:1], pool, nn.Flatten(), nn.Linear(18, 3).double())
-        rest, outputs = behind_frozen_stem(model, data)
+        rest, outputs = split_frozen_stem(model, data)
         inputs, found = (
             of.inputs(torch.from_numpy(of.indices[2]), torch.float64) for of in (data, outputs)
         )
@@ -129,20 +129,20 @@ def test_outputs_are_computed_anew_only_where_the_stem_or_the_examples_differ(
     computed: list[int],
 ) -> None:
     data, model, every = clients(torch.float32), stemmed(torch.float32), sum(SIZES)
-    first = behind_frozen_stem(model, data)[1].x
-    again = behind_frozen_stem(stemmed(torch.float32), clients(torch.float32))[1].x
+    first = split_frozen_stem(model, data)[1].x
+    again = split_frozen_stem(stemmed(torch.float32), clients(torch.float32))[1].x
     assert torch.equal(again, first)
     assert computed == [every]
     changed = data.x.clone()
     changed[[5, 6]] += 1
     other_images = ClientData(changed, data.y, data.indices, data.mean, data.std)
-    assert not torch.equal(behind_frozen_stem(model, other_images)[1].x, first)
+    assert not torch.equal(split_frozen_stem(model, other_images)[1].x, first)
     assert computed == [every, every]
     other_scale = ClientData(data.x, data.y, data.indices, data.mean, data.std + 1e-6)
-    assert not torch.equal(behind_frozen_stem(model, other_scale)[1].x, first)
+    assert not torch.equal(split_frozen_stem(model, other_scale)[1].x, first)
     with torch.no_grad():
         next(iter(model[0].parameters())).mul_(2)
-    assert not torch.equal(behind_frozen_stem(model, data)[1].x, first)
+    assert not torch.equal(split_frozen_stem(model, data)[1].x, first)
     assert computed == 4 * [every]
 
 
@@ -152,10 +152,10 @@ def test_however_examples_are_split_each_goes_through_once(computed: list[int]) 
     rest = [data.indices[0], data.indices[3]]
     trained_on = ClientData(data.x, data.y, rest, data.mean, data.std)
     for split in (held_out, trained_on, data, held_out):
-        outputs = behind_frozen_stem(model, split)[1]
+        outputs = split_frozen_stem(model, split)[1]
     assert computed == [SIZES[2], SIZES[0] + SIZES[3]]
     module._LATEST.clear()
-    whole = behind_frozen_stem(model, data)[1]
+    whole = split_frozen_stem(model, data)[1]
     assert torch.equal(outputs.x[outputs.indices[0]], whole.x[whole.indices[2][::-1].copy()])
 
 
@@ -176,7 +176,7 @@ class Doubling(nn.Module):
 )
 def test_a_model_without_a_frozen_front_of_known_layers_stays_whole(model: nn.Module) -> None:
     data = clients()
-    assert behind_frozen_stem(model, data) == (model, data)
+    assert split_frozen_stem(model, data) == (model, data)
 
 
 def test_outputs_that_would_take_too_much_memory_are_not_kept(
@@ -186,9 +186,9 @@ def test_outputs_that_would_take_too_much_memory_are_not_kept(
     monkeypatch.setattr(module, "_LATEST", {})
     # The examples that nobody has do not count.
     monkeypatch.setattr(module, "MAX_BYTES", sum(SIZES) * 8 * 8 - 1)
-    assert behind_frozen_stem(model, data) == (model, data)
+    assert split_frozen_stem(model, data) == (model, data)
     monkeypatch.setattr(module, "MAX_BYTES", sum(SIZES) * 8 * 8)
-    assert behind_frozen_stem(model, data)[0] is not model
+    assert split_frozen_stem(model, data)[0] is not model
 
 
 def test_masks_and_unusable_examples_stay_with_their_examples() -> None:
@@ -198,7 +198,7 @@ def test_masks_and_unusable_examples_stay_with_their_examples() -> None:
     mask = torch.from_numpy(np.stack([marks, ~marks], 1))
     own = [one[::-1].copy() for one in data.indices]
     marked = ClientData(data.x, y, own, mask=mask, unusable=marks)
-    outputs = behind_frozen_stem(stemmed(torch.float32), marked)[1]
+    outputs = split_frozen_stem(stemmed(torch.float32), marked)[1]
     for before, after in zip(own, outputs.indices, strict=True):
         assert torch.equal(outputs.y[after], y[before])
         assert torch.equal(outputs.mask[after], mask[before])
@@ -212,7 +212,7 @@ def test_what_is_kept_never_takes_more_memory_than_one_run_may(
     monkeypatch.setattr(module, "MAX_BYTES", sum(SIZES) * 8 * 4)
     for k in range(3):
         other = ClientData(data.x + k, data.y, data.indices, data.mean, data.std)
-        behind_frozen_stem(model, other)
+        split_frozen_stem(model, other)
     assert computed == 3 * [sum(SIZES)]
     assert [len(kept) for kept in module._LATEST.values()] == [1]
 
@@ -220,4 +220,4 @@ def test_what_is_kept_never_takes_more_memory_than_one_run_may(
 def test_clients_without_any_data_leave_the_model_whole() -> None:
     model, data = stemmed(), clients()
     nobody = ClientData(data.x, data.y, [np.zeros(0, np.int64)])
-    assert behind_frozen_stem(model, nobody) == (model, nobody)
+    assert split_frozen_stem(model, nobody) == (model, nobody)

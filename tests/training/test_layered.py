@@ -127,7 +127,7 @@ def test_overlapping_windows_of_a_three_by_three_convolution_are_summed_over_the
     layer = conv_layers.ConvLayer("conv", module, slice(0, size), None, nn.ReLU, pool)
     row, x = module.weight.detach().flatten(), torch.randn(2, 3, side, side)
     (past,) = conv_layers.forward([layer], row, x, compiled=True)
-    assert conv_layers._sparse(past) is sparse
+    assert conv_layers._uses_winners(past) is sparse
 
 
 def test_the_rule_takes_the_layered_path_for_convolutions_on_a_cpu() -> None:

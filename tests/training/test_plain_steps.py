@@ -14,7 +14,7 @@ from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
 from fedsim.training import ClientData, Trainer
 from fedsim.training.paths import program
-from fedsim.training.paths.losses import losses_of
+from fedsim.training.paths.losses import prepare_losses
 from fedsim.training.paths.program import lowered
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
@@ -145,10 +145,10 @@ def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 6, 12, dtype=torch.float64, generator=generator)
     targets = torch.arange(12).view(2, 6) % 5
-    losses = losses_of(path.loss, targets, torch.full((2, 6), 1 / 6).double())
+    losses = prepare_losses(path.loss, targets, torch.full((2, 6), 1 / 6).double())
     theta = packing.pack(packing.layout.flatten(trainable).detach()[None])
     first, second = (
-        path.gradient_of(theta, x[batch : batch + 1], losses, batch) for batch in (0, 1)
+        path.batch_gradient(theta, x[batch : batch + 1], losses, batch) for batch in (0, 1)
     )
     difference = second.dense() - first.dense()
     torch.testing.assert_close(second.distance(first), torch.linalg.vector_norm(difference, dim=1))

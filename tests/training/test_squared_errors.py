@@ -8,7 +8,7 @@ from tensor_bytes import same_bytes
 
 from fedsim.errors import FedsimError
 from fedsim.tasks.losses import SquaredError
-from fedsim.training.paths.losses import LossesByAutograd, SquaredErrors, losses_of
+from fedsim.training.paths.losses import LossesByAutograd, SquaredErrors, prepare_losses
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -21,7 +21,7 @@ def test_gradients_and_losses_are_autograds_to_the_byte(shape, absent, dtype) ->
     weight[1, 5:] = 0
     if absent:
         y[2, 3] = float("nan")
-    ours = losses_of(SquaredError(), y, weight)
+    ours = prepare_losses(SquaredError(), y, weight)
     assert isinstance(ours, SquaredErrors)
     autograds = LossesByAutograd(SquaredError(), y, weight)
     given = outputs.clone()
@@ -32,6 +32,6 @@ def test_gradients_and_losses_are_autograds_to_the_byte(shape, absent, dtype) ->
 
 
 def test_outputs_of_another_shape_are_refused_as_ever() -> None:
-    ours = losses_of(SquaredError(), torch.zeros(1, 2, 3), torch.ones(1, 2))
+    ours = prepare_losses(SquaredError(), torch.zeros(1, 2, 3), torch.ones(1, 2))
     with pytest.raises(FedsimError, match="one number for each target"):
         ours.deltas(torch.zeros(1, 2, 4), 0)

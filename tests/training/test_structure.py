@@ -21,7 +21,7 @@ from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.structure.functions import elementwise, of_call
+from fedsim.training.structure.functions import apply_rule, elementwise
 from fedsim.training.structure.tables import FUNCTIONS, METHODS
 from fedsim.training.structure.values import BATCH, Batched, Fixed, NodeCall
 
@@ -470,7 +470,7 @@ def refused(function, rule, args, **kwargs):
     args, kwargs = (map_aggregate(values, fresh) for values in (args, kwargs))
     name = getattr(function, "__name__", str(function))
     try:
-        of_call(NodeCall(name, function, args, kwargs), rule)
+        apply_rule(NodeCall(name, function, args, kwargs), rule)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -494,7 +494,7 @@ def test_no_function_or_method_of_the_tables_writes_to_what_it_is_given(table):
         for args in EXAMPLES:
             if function is None or refused(function, rule, args):
                 continue
-            result = of_call(NodeCall("", function, args, {}), rule)
+            result = apply_rule(NodeCall("", function, args, {}), rule)
             if isinstance(result, Batched):
                 for out in (result, Fixed(torch.empty_like(result.like))):
                     tried["out"] += 1

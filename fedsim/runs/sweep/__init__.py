@@ -1,13 +1,13 @@
 """Sweeps: runs for a grid of values of a config's keys, trained together."""
 
-from fedsim.runs.sweep.running import is_done, run_sweep
-from fedsim.runs.sweep.search import SweepRun, grid_runs, measure_of, parse_axes
+from fedsim.runs.sweep.running import has_run_ended, run_sweep
+from fedsim.runs.sweep.search import SweepRun, grid_runs, parse_axes, sweep_measure
 
 __all__ = [
     "SweepRun",
     "grid_runs",
-    "is_done",
-    "measure_of",
+    "has_run_ended",
     "parse_axes",
     "run_sweep",
+    "sweep_measure",
 ]

@@ -14,7 +14,7 @@ from fedsim.config import RunConfig
 from fedsim.config.release_keys import split_settings, training_settings
 from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
-from fedsim.errors import FedsimError, RunFailedError, keep_users_frames
+from fedsim.errors import FedsimError, RunFailedError, keep_user_frames
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import load_dataset, resolve_data
@@ -23,11 +23,11 @@ from fedsim.runs.factories import algorithm
 from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.resume import kept_settings
+from fedsim.runs.resume import resolved_settings
 from fedsim.runs.run_ledgers import Ending
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, running_sessions
 from fedsim.runs.sweep.search import SweepRun
-from fedsim.runs.sweep.together import in_step
+from fedsim.runs.sweep.together import advance_in_lockstep
 
 _log = logging.getLogger("fedsim")
 
@@ -87,11 +87,11 @@ def run_sweep(
     FedsimError
         If ``out`` has a run of another sweep, or a run's engine is not 'local'.
     """
-    grid = [with_saved_config(run, out) for run in grid]
+    grid = [load_saved_config(run, out) for run in grid]
     for run in grid:
         if (engine := run.config.engine.name) != "local":
             raise FedsimError(f"engine.name = '{engine}'; a sweep's runs run on 'local'.")
-    _check_clients_kept(grid)
+    _check_same_clients(grid)
     sweep = _Sweep(out, observer)
     for run in grid:
         directory = RunDirectory(out / run.label)
@@ -99,12 +99,12 @@ def run_sweep(
             continue
         resolved = sweep.resolve(run)
         if not directory.holds_run():
-            directory.check_free(overwrite=True)
+            directory.check_available(overwrite=True)
         check(resolved)
     return _run_all(grid, sweep)
 
 
-def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
+def _check_same_clients(grid: Sequence[SweepRun]) -> None:
     """Refuse a shared ledger if runs split examples differently."""
     private = [run.config for run in grid if run.config.protects]
     splits = {tuple(split_settings(config).items()) for config in private}
@@ -135,13 +135,13 @@ def _is_complete(run: SweepRun, out: Path) -> bool:
     return directory.report.exists() and directory.done.exists()
 
 
-def is_done(run: SweepRun, out: Path) -> bool:
-    """Whether the run has ended in ``out``; raises like `with_saved_config`."""
-    with_saved_config(run, out)
+def has_run_ended(run: SweepRun, out: Path) -> bool:
+    """Whether the run has ended in ``out``; raises like `load_saved_config`."""
+    load_saved_config(run, out)
     return RunDirectory(out / run.label).done.exists()
 
 
-def with_saved_config(run: SweepRun, out: Path) -> SweepRun:
+def load_saved_config(run: SweepRun, out: Path) -> SweepRun:
     """The run with the resolved config of its directory in ``out``; unchanged if it has none.
 
     Raises
@@ -154,7 +154,7 @@ def with_saved_config(run: SweepRun, out: Path) -> SweepRun:
         return run
     config = RunConfig.load(directory.config)
     start = config.to_run_config()
-    if kept_settings(run.config, start, start) != start:
+    if resolved_settings(run.config, start, start) != start:
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
     return SweepRun(run.point, config)
 
@@ -165,7 +165,7 @@ def _groups(pending_runs: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]
     for run in pending_runs:
         state = _last_state(RunDirectory(out / run.label))
         first = 0 if state is None else state.round
-        groups.setdefault((first, *_shared_work(run)), []).append(run)
+        groups.setdefault((first, *_shared_work_key(run)), []).append(run)
     return list(groups.values())
 
 
@@ -174,7 +174,7 @@ def _last_state(directory: RunDirectory) -> RunState | None:
     return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
 
-def _shared_work(run: SweepRun) -> tuple[object, ...]:
+def _shared_work_key(run: SweepRun) -> tuple[object, ...]:
     """Key of the runs whose clients may share blocks.
 
     It has all that clients' training depends on, without numbers that may differ within a block.
@@ -219,7 +219,7 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
             if isinstance(error, RunFailedError):  # a repetition would fail again
                 directories[index].finish(endings[index])
             else:
-                keep_users_frames(error)
+                keep_user_frames(error)
                 _log.error("a run of the sweep raised", exc_info=error)
         if any(session.end_requested for session in sessions):
             raise KeyboardInterrupt
@@ -230,8 +230,8 @@ def _make_rounds(sessions: Sequence[Session]) -> dict[int, Exception]:
     """Make all rounds of these sessions; return the errors of failed ones, by index."""
     runs = [(session, LocalGrid(session.resolved.trainer)) for session in sessions]
     resolved = [session.resolved for session in sessions]
-    if len(runs) > 1 and _hold_the_same(resolved):
-        return in_step([session.rounds(grid) for session, grid in runs], resolved)
+    if len(runs) > 1 and _have_equal_buffers(resolved):
+        return advance_in_lockstep([session.rounds(grid) for session, grid in runs], resolved)
     failed: dict[int, Exception] = {}
     for index, (session, grid) in enumerate(runs):
         try:
@@ -241,7 +241,7 @@ def _make_rounds(sessions: Sequence[Session]) -> dict[int, Exception]:
     return failed
 
 
-def _hold_the_same(runs: Sequence[Resolved]) -> bool:
+def _have_equal_buffers(runs: Sequence[Resolved]) -> bool:
     """Whether these runs' models agree in all values that are not trained (buffers, frozen ones).
 
     A common trainer has one copy of them, but a user's model may draw them from its run's seed.

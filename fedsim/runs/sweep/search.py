@@ -95,7 +95,7 @@ def _point_value(flat: Mapping[str, Scalar], key: str) -> Scalar:
     return f"'{value}'" if misread else str(value)
 
 
-def measure_of(config: RunConfig) -> Measure:
+def sweep_measure(config: RunConfig) -> Measure:
     """Metric that runs are judged by: the first of ``task.metrics``, or the loss without any."""
     for name, metric in factories.metrics(config).items():
         return Measure(name, metric.higher_is_better)

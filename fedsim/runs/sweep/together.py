@@ -32,7 +32,7 @@ from fedsim.training import Trainer
 _log = logging.getLogger("fedsim")
 
 
-def in_step(rounds: Sequence[Rounds], runs: Sequence[Resolved]) -> dict[int, Exception]:
+def advance_in_lockstep(rounds: Sequence[Rounds], runs: Sequence[Resolved]) -> dict[int, Exception]:
     """Advance all runs together, round by round, with their clients in common blocks.
 
     Returns
@@ -68,7 +68,7 @@ def in_step(rounds: Sequence[Rounds], runs: Sequence[Resolved]) -> dict[int, Exc
 
 
 @dataclass(frozen=True)
-class _Shifted(Randomness):
+class _OffsetRandomness(Randomness):
     """A run's randomness for clients whose ids in the common trainer start at ``offset``."""
 
     offset: int = 0
@@ -90,7 +90,7 @@ class _SharedTrainer:
         self._offsets = [sum(sizes[:run]) for run in range(len(runs))]
         self._numbers = [algorithm(run.config).numbers() for run in runs]
         self._randomness = [
-            _Shifted(seed_of(run.config), run.release, offset=offset)
+            _OffsetRandomness(seed_of(run.config), run.release, offset=offset)
             for run, offset in zip(runs, self._offsets, strict=True)
         ]
         parts = [indices for run in runs for indices in run.data.parts]
@@ -117,9 +117,9 @@ class _SharedTrainer:
         ids = [self._offsets[run] + m.recipients.client_ids for run, m in training.items()]
         for start in range(0, len(owners), self._trainer.block_size):
             block = slice(start, start + self._trainer.block_size)
-            yield from self._guarded(training, owners[block], np.concatenate(ids)[block])
+            yield from self._train_or_isolate(training, owners[block], np.concatenate(ids)[block])
 
-    def _guarded(
+    def _train_or_isolate(
         self, training: dict[int, Instructions], owners: Ints, ids: Ints
     ) -> list[tuple[int, Block]]:
         """Train a common block; if it raises, each client alone, so that only the culprit fails."""
@@ -128,7 +128,7 @@ class _SharedTrainer:
         except (Exception, SystemExit) as error:  # a client's code may raise anything
             if len(ids) > 1:
                 each = range(len(ids))
-                blocks = (self._guarded(training, owners[[k]], ids[[k]]) for k in each)
+                blocks = (self._train_or_isolate(training, owners[[k]], ids[[k]]) for k in each)
                 return list(itertools.chain.from_iterable(blocks))
             run, client = int(owners[0]), ids - self._offsets[int(owners[0])]
             number = training[run].round

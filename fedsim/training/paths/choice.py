@@ -227,7 +227,7 @@ def _row_bytes(packing: Packing) -> int:
     return packing.width * packing.layout.dtype.itemsize
 
 
-def kernel_of(kernel: KernelName, device: torch.device) -> KernelName:
+def resolve_kernel(kernel: KernelName, device: torch.device) -> KernelName:
     """Executor of the layered path: "eager" or "compiled".
 
     Compiled kernels add in another order than torch's operations, so that the executor is a part of
@@ -278,7 +278,7 @@ def _vmap_error(path: FuncPath, data: ClientData) -> str | None:
     return None
 
 
-def most_clients(
+def max_block_clients(
     model: nn.Module, packing: Packing, device: torch.device, block_size: int = 0
 ) -> int:
     """Most clients in a block: ``block_size``, or the rule's number if that is 0.

@@ -115,7 +115,7 @@ def forward(
     for layer in layers:
         weight = placed(row[layer.weight].view(layer.module.weight.shape))
         bias = None if layer.bias is None else row[layer.bias]
-        # Of each pooling window, from which `_of_winners` takes the gradients.
+        # Of each pooling window, from which `_gradients_of_winners` takes the gradients.
         pooled = _pooled_by_image if compiled and _has_kernels(layer, x) else _operations
         convolved, outputs, winners = pooled(layer, x, weight, bias)
         outputs = torch.relu_(outputs)
@@ -185,8 +185,8 @@ def gradients_by_name(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Gradients of a layer's inputs, if needed (``with_inputs``), and of its parameters by name."""
     # Which is faster depends on how much pooling discards.
-    if compiled and _sparse(activations):
-        inputs, weight, bias = _of_winners(activations, delta, with_inputs)
+    if compiled and _uses_winners(activations):
+        inputs, weight, bias = _gradients_of_winners(activations, delta, with_inputs)
     else:
         delta = _before_pooling(activations, delta)
         inputs, weight, bias = _products(activations, delta, with_inputs, parameters=True)
@@ -194,7 +194,7 @@ def gradients_by_name(
     return inputs, {name: part for name, part in named.items() if part is not None}
 
 
-def factor_of(
+def conv_factor(
     activations: ConvActivations, delta: Tensor, with_inputs: bool
 ) -> tuple[Tensor | None, ConvFactor]:
     """Gradients of a layer's inputs, if needed, and the factors of per-example gradients."""
@@ -203,7 +203,7 @@ def factor_of(
     return inputs, ConvFactor(activations.layer.module, activations.x, delta)
 
 
-def _sparse(activations: ConvActivations) -> bool:
+def _uses_winners(activations: ConvActivations) -> bool:
     """Whether a layer's gradients are computed from its windows' winners alone."""
     module = activations.layer.module
     if not _has_kernels(activations.layer, activations.x):
@@ -212,7 +212,9 @@ def _sparse(activations: ConvActivations) -> bool:
     return activations.convolved.numel() * kernel >= SPARSE * activations.outputs.numel()
 
 
-def _of_winners(activations: ConvActivations, delta: Tensor, with_inputs: bool) -> Gradients:
+def _gradients_of_winners(
+    activations: ConvActivations, delta: Tensor, with_inputs: bool
+) -> Gradients:
     """Gradients of inputs (if needed), weight and bias, by sums over the windows' winners."""
     module, winners = activations.layer.module, activations.winners
     assert winners is not None

@@ -9,8 +9,8 @@ clients, operation by operation, on any device.
 With either executor, a client has the same bits in a block of one as in a block of a thousand. For
 the eager one that takes care: libraries pick their kernel, and with it the order of a sum, by the
 size of a matrix and by the address at which it starts. So every client's matrix starts on a cache
-line (`aligned_empty`, `_on_lines`), one call multiplies for all clients, and a layer with fewer
-outputs than `NARROW` is padded to `NARROW` outputs.
+line (`aligned_empty`, `_cache_aligned`), one call multiplies for all clients, and a layer with
+fewer outputs than `NARROW` is padded to `NARROW` outputs.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class DenseLayers:
             layer = self.layers[i]
             if layer.activation is not None:
                 delta = ACTIVATIONS[layer.activation][1](delta, values[i + 1])
-            delta = _on_lines(delta)
+            delta = _cache_aligned(delta)
             # delta^T x would be the weight gradient. A plain step subtracts the factors' product
             # from the weights in one operation (`FactoredGradient`); other steps multiply it out.
             if layer.weight is not None or layer.bias is not None:
@@ -160,11 +160,11 @@ class DenseLayers:
 
     def values(self, theta: Tensor, x: Tensor) -> list[Tensor]:
         """Inputs of every layer, and the outputs, each ``[n, B, width]``; not compiled."""
-        values = [_on_lines(x)]
+        values = [_cache_aligned(x)]
         for layer, (weight, bias) in zip(self.layers, self._parameters(theta), strict=True):
             h = aligned_empty(x, *x.shape[:2], weight.shape[1])
             if weight.shape[1] < NARROW and x.dtype == torch.float32 and not x.is_cuda:
-                _narrow(values[-1], weight, bias, h)
+                _padded_linear(values[-1], weight, bias, h)
             elif bias is None:
                 torch.bmm(values[-1], weight.transpose(1, 2), out=h)
             else:
@@ -271,7 +271,7 @@ class CompiledGradient:
         return self.norms()
 
 
-def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write outputs ``[n, B, few]`` to ``out``, computed by a layer padded to `NARROW` outputs."""
     n, outputs, inputs = weight.shape
     wide = weight.new_empty(n, NARROW, inputs)
@@ -286,7 +286,7 @@ def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     out.copy_(h[..., :outputs])
 
 
-def _on_lines(block: Tensor) -> Tensor:
+def _cache_aligned(block: Tensor) -> Tensor:
     """``block [n, B, width]``, copied unless each client in it starts on a cache line."""
     is_single = len(block) == 1 and block.is_contiguous()
     step = block.data_ptr() if is_single else block.stride(0) * block.element_size()

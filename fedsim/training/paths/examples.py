@@ -3,8 +3,8 @@
 A bound on a row protects an example only if no other example contributes to the row. There are two
 ways to ensure that. A model and a loss that have been read (`fedsim.training.structure`) treat each
 example by itself, *by structure*, so that one pass may take all examples at once: by factors
-(`fedsim.training.paths.factored`), or by Opacus for recurrent layers (`Unrolled`). What runs then
-is the graph that was read, never the user's forward. Everything else goes *one at a time*: in
+(`fedsim.training.paths.factored`), or by Opacus for recurrent layers (`OpacusMethod`). What runs
+then is the graph that was read, never the user's forward. Everything else goes *one at a time*: in
 parallel by `torch.func.vmap`, inside which a model sees a single example, or one after another,
 each from the same buffers and attributes. The fastest method that passes the tests of
 `fedsim.training.probe` is used.
@@ -114,7 +114,7 @@ class GradientMethod(ABC):
 
 
 @dataclass(frozen=True)
-class Vmapped(GradientMethod):
+class VmapMethod(GradientMethod):
     """Per-example gradients by `torch.func.vmap`.
 
     The model and the loss see one example, so that they cannot mix examples.
@@ -190,7 +190,7 @@ def is_recurrent(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Unrolled(GradientMethod):
+class OpacusMethod(GradientMethod):
     """Per-example gradients by Opacus, on a copy of the model with Opacus's recurrent layers.
 
     `torch.func` cannot take an RNN or a GRU, and is slow for a large LSTM. Opacus unrolls them into

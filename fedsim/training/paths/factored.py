@@ -36,7 +36,7 @@ from fedsim.rows.factored import Squares
 from fedsim.rows.packing import Packing, channels_last, takes_channels_last
 from fedsim.training.paths.conv_layers import is_plain
 from fedsim.training.paths.examples import BY_STRUCTURE, ExampleBlock, GradientMethod
-from fedsim.training.paths.losses import losses_of
+from fedsim.training.paths.losses import prepare_losses
 from fedsim.training.paths.program import Program
 from fedsim.training.structure.reading import Structure
 
@@ -185,7 +185,7 @@ class PositionsPart(LinearPart):
 
 
 @dataclass(frozen=True)
-class ProgramRows(GradientMethod):
+class ProgramMethod(GradientMethod):
     """Per-example gradients by the model program, of all clients at once if it is dense."""
 
     program: Program
@@ -195,7 +195,7 @@ class ProgramRows(GradientMethod):
 
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
-        rows, losses = self._of_block(theta[None], x[None], y[None])
+        rows, losses = self._block_rows(theta[None], x[None], y[None])
         return rows, losses[0]
 
     def rows(
@@ -214,14 +214,14 @@ class ProgramRows(GradientMethod):
         if not all(counts):
             clients = torch.tensor([k for k, c in enumerate(counts) if c], device=theta.device)
             theta, x, y = theta[clients], x[clients], y[clients]
-        rows, losses = self._of_block(theta, x, y)
+        rows, losses = self._block_rows(theta, x, y)
         counts = [count for count in counts if count]
         # Leaving out examples of weight zero does not change the bits of the products.
         b = x.shape[1] if x.is_cuda else max(counts)
         yield ExampleBlock(clients, counts, rows[:, :b], losses[:, :b])
 
-    def _of_block(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[OuterRows, Tensor]:
-        losses = losses_of(self.program.loss, y, theta.new_ones(x.shape[:2]))
+    def _block_rows(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[OuterRows, Tensor]:
+        losses = prepare_losses(self.program.loss, y, theta.new_ones(x.shape[:2]))
         convolved, dense = self.program.example_factors(theta, x, losses)
         parts: list[LinearPart] = [_convolved_part(*factor) for factor in convolved]
         parts += [LinearPart(f.x, f.delta, f.bias is not None) for f in dense]

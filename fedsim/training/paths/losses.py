@@ -24,7 +24,7 @@ class BatchLosses(Protocol):
         """Unweighted loss of each example, ``[S, B]``; 0 for batches without a pass."""
 
 
-def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
+def prepare_losses(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
     """Losses of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
     if loss == SquaredError() and y.dim() > 2 and y.dtype == weight.dtype and not y.is_cuda:
         return SquaredErrors(loss, y, weight)
@@ -63,7 +63,7 @@ class EagerClassLosses:
 
 
 class LossesByAutograd:
-    """Any loss, by autograd. Parameters as in `losses_of`."""
+    """Any loss, by autograd. Parameters as in `prepare_losses`."""
 
     def __init__(self, loss: Loss, y: Tensor, weight: Tensor) -> None:
         self._loss, self._y, self._weight = loss, y, weight
@@ -77,9 +77,9 @@ class LossesByAutograd:
         n = len(outputs)
         runs = [slice(0, n)] if outputs.is_cuda else [slice(k, k + 1) for k in range(n)]
         copies = ((outputs[run].clone(), first + run.start) for run in runs)
-        return torch.cat([self._of_some(*copy) for copy in copies])
+        return torch.cat([self._batch_deltas(*copy) for copy in copies])
 
-    def _of_some(self, outputs: Tensor, first: int) -> Tensor:
+    def _batch_deltas(self, outputs: Tensor, first: int) -> Tensor:
         batches, leaf = slice(first, first + len(outputs)), outputs.requires_grad_()
         y, weight = self._y[batches].flatten(0, 1), self._weight[batches].flatten()
         with torch.enable_grad():
@@ -96,18 +96,18 @@ class LossesByAutograd:
 class SquaredErrors(LossesByAutograd):
     """Squared errors of several numbers per example, on a CPU: as autograd, but without a graph.
 
-    Masked targets are left to autograd. Parameters as in `losses_of`.
+    Masked targets are left to autograd. Parameters as in `prepare_losses`.
     """
 
     def __init__(self, loss: Loss, y: Tensor, weight: Tensor) -> None:
         super().__init__(loss, y, weight)
         self._all_count = not bool(y.isnan().any())
 
-    def _of_some(self, outputs: Tensor, first: int) -> Tensor:
+    def _batch_deltas(self, outputs: Tensor, first: int) -> Tensor:
         batches = slice(first, first + len(outputs))
         y, weight = self._y[batches], self._weight[batches]
         if not self._all_count or outputs.shape != y.shape:
-            return super()._of_some(outputs, first)
+            return super()._batch_deltas(outputs, first)
         gap, size = outputs - y, y[0, 0].numel()
         squares = gap.square().flatten(0, 1).flatten(1).sum(1) / size
         self._losses[batches] = squares.view(weight.shape)

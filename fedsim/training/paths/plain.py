@@ -183,7 +183,7 @@ class PlainPath:
         # Not for a subclass that has a `__call__` of its own.
         if not isinstance(loss, NumberLoss) or type(loss).__call__ is not NumberLoss.__call__:
             return loss
-        return loss if y.is_floating_point() and bool(y.isnan().any()) else loss.where_all_count
+        return loss if y.is_floating_point() and bool(y.isnan().any()) else loss.without_mask
 
     def outputs(
         self,

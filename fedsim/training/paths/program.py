@@ -32,7 +32,7 @@ from fedsim.training.paths.conv_layers import (
     ConvFactor,
     ConvLayer,
     backward,
-    factor_of,
+    conv_factor,
     forward,
     gradients_by_name,
     is_plain,
@@ -43,7 +43,7 @@ from fedsim.training.paths.dense_layers import (
     DenseLayer,
     DenseLayers,
 )
-from fedsim.training.paths.losses import BatchLosses, losses_of
+from fedsim.training.paths.losses import BatchLosses, prepare_losses
 from fedsim.training.structure.reading import Reading, Structure
 
 # Bytes of a row from which on a client takes all its steps before the next one begins.
@@ -66,7 +66,7 @@ def lowered(reading: Reading, packing: Packing, kernel: str = "eager") -> Progra
     structure, loss = reading.structure, reading.loss
     if structure is None or loss is None:
         return None
-    chain = _chain(structure)
+    chain = _module_chain(structure)
     trained = [any(p.requires_grad for p in call.module.parameters()) for call in chain]
     first = trained.index(True) if True in trained else 0
     # Flattening inputs costs nothing; as a part of the stem it would go client by client.
@@ -85,7 +85,7 @@ def lowered(reading: Reading, packing: Packing, kernel: str = "eager") -> Progra
     return Program(structure.module, stem, convolutions, dense, packing, loss, kernel == "compiled")
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """A module that a graph calls, and how many dimensions a batch of its inputs has."""
 
     name: str
@@ -93,7 +93,7 @@ class _Call(NamedTuple):
     rank: int
 
 
-def _chain(structure: Structure) -> list[_Call]:
+def _module_chain(structure: Structure) -> list[_ModuleCall]:
     """A model's modules in order, if each is called on the output of the one before; else none."""
     calls = []
     nodes = list(structure.module.graph.nodes)
@@ -102,14 +102,14 @@ def _chain(structure: Structure) -> list[_Call]:
             return []
         if node.op == "call_module":
             module = structure.module.get_submodule(str(node.target))
-            calls.append(_Call(str(node.target), module, before.meta["value"].like.dim()))
+            calls.append(_ModuleCall(str(node.target), module, before.meta["value"].like.dim()))
     parameters = [id(p) for call in calls for p in call.module.parameters()]
     # No function is called in between, and no parameter is used twice (a row has it once).
     is_chain = len(calls) == len(nodes) - 2 and len({*parameters}) == len(parameters)
     return [call for call in calls if not isinstance(call.module, nn.Identity)] if is_chain else []
 
 
-def _layers(chain: Sequence[_Call], packing: Packing) -> list[ConvLayer | DenseLayer]:
+def _layers(chain: Sequence[_ModuleCall], packing: Packing) -> list[ConvLayer | DenseLayer]:
     """Group the modules of a chain into layers; none if one of them fits into no layer.
 
     A layer's activation and pooling may come in either order.
@@ -200,7 +200,7 @@ class Program:
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs of the model ``[n, B, K]`` at ``theta [n, D]``."""
-        x = self._behind_stem(x)
+        x = self._stem_outputs(x)
         if self.convolutions:
             passes = (
                 forward(self.convolutions, row, images, compiled=self.compiled)
@@ -213,19 +213,19 @@ class Program:
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Gradient, Tensor]:
         """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
-        losses = losses_of(self.loss, y, weight)
-        return self.gradient_of(theta, x, losses, 0), losses.values()
+        losses = prepare_losses(self.loss, y, weight)
+        return self.batch_gradient(theta, x, losses, 0), losses.values()
 
-    def gradient_of(
+    def batch_gradient(
         self, theta: Tensor, x: Tensor, losses: BatchLosses, first: int
     ) -> ProgramGradient:
         """Gradients of ``n`` batches of these losses, from number ``first`` on: one per client."""
-        x = self._behind_stem(x)
+        x = self._stem_outputs(x)
         if not self.convolutions:
             return self.dense.gradient(theta, x.flatten(2), partial(losses.deltas, first=first))[0]
         of_layer = partial(gradients_by_name, compiled=self.compiled)
         rows = []
-        # One client at a time, for the same reason as in the stem (`_behind_stem`).
+        # One client at a time, for the same reason as in the stem (`_stem_outputs`).
         for k in range(len(theta)):
             dense, convolved = self._convolved(theta[k : k + 1], x[k], losses, first + k, of_layer)
             by_name = {name: part for layer in convolved for name, part in layer.items()}
@@ -244,11 +244,11 @@ class Program:
         They are of the first ``n`` batches of these losses, whose weights are 1; with convolutions
         ``n`` is 1.
         """
-        x = self._behind_stem(x)
+        x = self._stem_outputs(x)
         if not self.convolutions:
             deltas = partial(losses.deltas, first=0)
             return [], self.dense.gradient(theta, x.flatten(2), deltas)[0].factors[::-1]
-        dense, convolved = self._convolved(theta, x[0], losses, 0, factor_of)
+        dense, convolved = self._convolved(theta, x[0], losses, 0, conv_factor)
         return convolved[::-1], dense.factors[::-1]
 
     def _convolved(
@@ -272,7 +272,7 @@ class Program:
         assert delta is not None
         return dense, backward(activations, delta.view(features.shape), of_layer)
 
-    def _behind_stem(self, x: Tensor) -> Tensor:
+    def _stem_outputs(self, x: Tensor) -> Tensor:
         """Inputs of the first layer that is trained."""
         if not self.stem:
             return x

@@ -7,7 +7,7 @@ Three errors are possible, and each rule must exclude them: that a result's row 
 example's row (sums over axis 0, broadcasting of examples against others), that rows change their
 order (a reshape that does not begin with the number of examples, a transposition), and that
 something is written to that examples have in common: a buffer, say, or a view of it
-(`Batched.shared`). For the last one rules need do nothing: `of_call` sees what a call writes to.
+(`Batched.shared`). For the last one rules need do nothing: `apply_rule` sees what a call writes to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedsim.training.structure.values import (
 Rule = Callable[[NodeCall], Any]
 
 
-def of_call(call: NodeCall, rule: Rule | None) -> Any:
+def apply_rule(call: NodeCall, rule: Rule | None) -> Any:
     """The result of a call, by its rule; a constant if no argument depends on examples.
 
     Raises

@@ -14,9 +14,9 @@ switched gradients, parameters that the graph does not use. And the number of ex
 to the code (`BatchSize`): it may be passed on as a size, and no arithmetic with it has a rule.
 
 No memory connects one call of a graph with another. A node writes to nothing but what the graph has
-made from examples (`of_call`), and reads nothing but inputs, parameters, buffers and constants that
-the code itself makes from numbers (`_Constants`), which are copied into the graph. A tensor of a
-global, of a closure, or in an attribute that is no buffer could be written to by anybody.
+made from examples (`apply_rule`), and reads nothing but inputs, parameters, buffers and constants
+that the code itself makes from numbers (`_Constants`), which are copied into the graph. A tensor of
+a global, of a closure, or in an attribute that is no buffer could be written to by anybody.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from fedsim.tasks.losses import ExampleLoss, Loss
-from fedsim.training.structure.functions import of_call
+from fedsim.training.structure.functions import apply_rule
 from fedsim.training.structure.tables import FUNCTIONS, METHODS, has_hooks, is_torchs_own, rule_of
 from fedsim.training.structure.values import (
     BATCH,
@@ -314,16 +314,16 @@ class _Tracer(fx.Tracer):
             # inside must leave no nodes then.
             self._measuring = True
             try:
-                return of_call(call, rule_of(module))
+                return apply_rule(call, rule_of(module))
             finally:
                 self._measuring = False
         if node.op == "call_method":
             name = str(node.target)
             method: Any = getattr(Tensor, name, None)
-            return of_call(NodeCall(name, method, args, kwargs), METHODS.get(name))
+            return apply_rule(NodeCall(name, method, args, kwargs), METHODS.get(name))
         assert callable(node.target)
         name = getattr(node.target, "__name__", str(node.target))
-        return of_call(NodeCall(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
+        return apply_rule(NodeCall(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
 
 
 class _Constants(TorchFunctionMode):

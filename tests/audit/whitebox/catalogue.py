@@ -15,14 +15,14 @@ from whitebox import plan_checks as plan
 
 from fedsim.audit import catalogue as own
 from fedsim.audit import noise_checks as noise
-from fedsim.audit.findings import Check, Finding, Gathered, Part, checks_of, invariant, untested
+from fedsim.audit.findings import Check, Finding, Part, SampleChecks, checks_of, invariant, untested
 
 Test = Callable[..., Finding]
 TOO_LONG = "rows longer than C pass"
 NOT_COVERED = "statistics are released without noise"
 
 
-def omitted_checks(checks: Iterable[Check], examined: str, why: str) -> Gathered:
+def omitted_checks(checks: Iterable[Check], examined: str, why: str) -> SampleChecks:
     """Checks whose sample could not be made, and why, for `findings`."""
     finding = untested(examined, why)
     return lambda: finding, [replace(check, test=lambda finding: finding) for check in checks]

@@ -22,7 +22,7 @@ from whitebox.local_training import ExampleEvidence, TrainerTarget
 from whitebox.target import StrategyFactory, StrategyTarget, parameters
 
 from fedsim.array_types import Floats
-from fedsim.audit.findings import Gathered
+from fedsim.audit.findings import SampleChecks
 from fedsim.audit.user_checks import ROWS
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
@@ -52,7 +52,7 @@ class ConfigEvidence:
     resolved: Resolved
     seed: int
 
-    def checks(self) -> Iterator[Gathered]:
+    def checks(self) -> Iterator[SampleChecks]:
         """Samples and checks without attacks, at both levels."""
         yield lambda: own_addresses(self.config), catalogue.ADDRESSES
         if self.resolved.trainer.privacy is not None:

@@ -22,7 +22,7 @@ from whitebox.target import Observation, StrategyTarget, Target, parameters
 
 from fedsim.array_types import Floats
 from fedsim.audit.claim import Claim
-from fedsim.audit.findings import Finding, Gathered, invariant
+from fedsim.audit.findings import Finding, SampleChecks, invariant
 from fedsim.audit.noise_checks import NoiseSample, presence
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.cohorts import Cohort, InclusionSampler
@@ -66,7 +66,7 @@ class Evidence:
     seed: int
     deep: bool = False
 
-    def checks(self) -> Iterator[Gathered]:
+    def checks(self) -> Iterator[SampleChecks]:
         """Samples and checks for any target; only `presence` if a round has no noise."""
         row = self.target.row
         yield lambda: self.units, catalogue.PRESENCE
@@ -274,7 +274,7 @@ class ClientEvidence(Evidence):
 
     target: StrategyTarget
 
-    def checks(self) -> Iterator[Gathered]:
+    def checks(self) -> Iterator[SampleChecks]:
         """Samples and checks for any target, and for a strategy's ledger, cohorts and canaries."""
         yield from super().checks()
         yield lambda: ([*self.runs, *self.moving], self.target.plan), catalogue.LINES
@@ -291,7 +291,7 @@ class ClientEvidence(Evidence):
             yield lambda: self.equal_sums, catalogue.NOTHING_BUT_SUMS
             yield from self._checks_of_canaries()
 
-    def _checks_of_canaries(self) -> Iterator[Gathered]:
+    def _checks_of_canaries(self) -> Iterator[SampleChecks]:
         moved = catalogue.moved_by("client")
         if self._canary_round is None:
             yield catalogue.omitted_checks(

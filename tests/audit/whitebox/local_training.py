@@ -27,7 +27,7 @@ from whitebox.target import Observation, Target, parameters
 
 from fedsim.array_types import Floats, Ints
 from fedsim.audit.claim import Claim
-from fedsim.audit.findings import Finding, Gathered
+from fedsim.audit.findings import Finding, SampleChecks
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.audit.two_world import distinguish
 from fedsim.audit.user_checks import GradientRecorder
@@ -229,7 +229,7 @@ class ExampleEvidence(Evidence):
         enough = target.with_releases(RELEASES)
         return cls(enough, seed, rounds=rounds, clients_per_world=worlds)
 
-    def checks(self) -> Iterator[Gathered]:
+    def checks(self) -> Iterator[SampleChecks]:
         """Samples and checks for any target, and for ledgers, batches and two worlds."""
         yield from super().checks()
         yield lambda: self.lines, catalogue.CLIENTS_RUN

@@ -12,7 +12,7 @@ from whitebox.clients import EXAMPLES, silent_clients
 from whitebox.target import StrategyFactory
 
 from fedsim.array_types import Floats
-from fedsim.audit.findings import Finding, Gathered, checks_of, invariant
+from fedsim.audit.findings import Finding, SampleChecks, checks_of, invariant
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.engines import LocalGrid
@@ -44,7 +44,7 @@ class MetricsEvidence:
     strategies: StrategyFactory
     seed: int
 
-    def checks(self) -> Iterator[Gathered]:
+    def checks(self) -> Iterator[SampleChecks]:
         """Samples and checks of a private evaluation."""
         yield lambda: self.noise, catalogue.NOISE
         yield lambda: self.sampled, catalogue.DRAWS

@@ -41,7 +41,7 @@ from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_re
 from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.placement import SecureAggregation
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
-from fedsim.runs.runner import masking_app
+from fedsim.runs.runner import secure_aggregation_app
 from fedsim.strategies import DPFedAvg
 
 CLIENTS, THRESHOLD = 6, 4
@@ -63,7 +63,7 @@ class Unsteady(LocalGrid):
     """Loses the replies of some clients at some stages; keeps all that the server receives."""
 
     def __init__(self, resolved: Resolved, lost: dict[str, set[int]]) -> None:
-        super().__init__(masking_app(resolved), num_nodes=CLIENTS)
+        super().__init__(secure_aggregation_app(resolved), num_nodes=CLIENTS)
         self.lost, self.received = lost, defaultdict[str, list[Message]](list)
 
     def changed(self, stage: str, reply: Message) -> Message | None:
