@@ -171,7 +171,8 @@ def train(
     info: Counter[str] = Counter()
     for step in range(1, epochs * steps + 1):
         index = torch.from_numpy(cohort.draw(step, draws))
-        blocks = [net.descents(vector, inputs(k), labels[k]) for k in index.split(BLOCK)]
+        parts = [index[k : k + BLOCK] for k in range(0, max(len(index), 1), BLOCK)]
+        blocks = [net.descents(vector, inputs(part), labels[part]) for part in parts]
         total = releaser.start(state)
         for rows in blocks:
             total.add(rows)
