@@ -334,16 +334,16 @@ def _release(
             torch.linalg.vector_norm(rows, dim=1) > radius,
             state,
         )
-    ready = mechanism.ready(state)
-    scale, centre = mechanism.whitening(ready)
+    round_state = mechanism.round_state(state)
+    scale, centre = mechanism.whitening(round_state)
     centred = rows if centre is None else rows - centre
     whitened = centred if scale is None else centred * scale
     lengths = torch.linalg.vector_norm(whitened, dim=1)
     bounded = whitened * (1 / lengths).clamp(max=1.0)[:, None]
-    mean = mechanism.restore(bounded + z * drawn, ready)
+    mean = mechanism.restore(bounded + z * drawn, round_state)
     one = torch.ones(1, dtype=torch.float64)
     released = Released(mean, {}, z * one, one, {})
-    return mean, lengths > 1, mechanism.next(state, ready, released)
+    return mean, lengths > 1, mechanism.next(state, round_state, released)
 
 
 def _examples(generator: np.random.Generator, law: str, steps: int) -> np.ndarray:

@@ -40,10 +40,10 @@ class Whitened(AdaClip):
     ``(sum s_i)^2 / gamma``.
     """
 
-    def ready(self, state: State) -> State:
+    def round_state(self, state: State) -> State:
         """Entries b, ``1 / b``, and m if rows are centred."""
         b = state["s"] * math.sqrt(state["s"].shape[-1] / self.gamma)
-        return {**super().ready(state), "b": b, "scale": 1 / b}
+        return {**super().round_state(state), "b": b, "scale": 1 / b}
 
 
 def noises(s: Tensor) -> tuple[float, float]:

@@ -91,7 +91,9 @@ class PlanClaim:
     def shift(self) -> float | None:
         """Of one bound of constant size and independent noise; None for others."""
         bound, inclusion = self.plan.bound, self.round_event.law.inclusion(self.population)
-        one_size = len(bound.cover(_LAYOUT)) == 1 and not bound.sides and not bound.init(_LAYOUT)
+        one_size = (
+            len(bound.segments(_LAYOUT)) == 1 and not bound.side_scalars and not bound.init(_LAYOUT)
+        )
         if not one_size or inclusion is None or self.plan.noise.correlated:
             return None
         if self.round_event.law.rounds > 1:

@@ -78,12 +78,12 @@ class Scale:
         center, radius, step = (np.empty(layout.d) for _ in range(3))
         # A bound may center and scale rows before it clips them, and undo that afterwards. This
         # affine map is known from two points: zeros give the center, ones minus that the scale.
-        for segment in mechanism.cover(layout):
-            ready = segment.ready(state)
+        for segment in mechanism.segments(layout):
+            round_state = segment.round_state(state)
             zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
-            at_zero = segment.bound.restore(zeros, ready)
-            at_one = segment.bound.restore(zeros + 1, ready)
-            limit = float(segment.bound.radius(ready, segment.layout.d))
+            at_zero = segment.bound.restore(zeros, round_state)
+            at_one = segment.bound.restore(zeros + 1, round_state)
+            limit = float(segment.bound.radius(round_state, segment.layout.d))
             scatter(torch.from_numpy(center), at_zero, segment.columns)
             scatter(torch.from_numpy(radius), limit * (at_one - at_zero), segment.columns)
             scatter(torch.from_numpy(step), zeros + grid_unit(limit) / limit, segment.columns)
@@ -134,7 +134,7 @@ def bounded_rows(mechanism: Mechanism, layout: Layout) -> Finding:
     fault, longest = None, 0.0
     if not np.isfinite(added).all():
         fault = "a row that is not finite"
-    for segment in mechanism.cover(layout):
+    for segment in mechanism.segments(layout):
         columns = np.zeros(layout.d)
         scatter(torch.from_numpy(columns), torch.ones(segment.layout.d), segment.columns)
         units = ((added - scale.center) / scale.radius)[:, columns > 0]
@@ -215,7 +215,7 @@ def own_examples(resolved: Resolved) -> Finding:
         elif length > longest:
             longest, name = length, what
     # In units of the bounds, each of which allows a length of one.
-    allowed = math.sqrt(len(privacy.mechanism.cover(resolved.trainer.layout)))
+    allowed = math.sqrt(len(privacy.mechanism.segments(resolved.trainer.layout)))
     if longest > allowed * (1 + OWN_SLACK):
         fault = f"{longest:.4g} bounds, with an example that {name}"
     examined = f"{len(largest) - 1} examples of one client, with and without another"

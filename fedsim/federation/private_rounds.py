@@ -221,7 +221,7 @@ class PrivateRounds(ResumableStrategy):
             result = extra.finish(result)
         update, start = result.update, instructions.vector[: len(result.update)]
         vector = self.server_optimizer.step(start, update)
-        sides = {name: float(mean) for name, mean in release.sides.items()}
+        sides = {name: float(mean) for name, mean in release.side_scalars.items()}
         self.report = replace(
             self.report, info={**release.info, **sides}, update_norm=float(update.norm())
         )
@@ -289,7 +289,7 @@ class PrivateRounds(ResumableStrategy):
         self._layout, self._parameters = layout, parameters
         # Raises if the noise cannot be split as the mechanism needs, before any client is asked.
         releaser = self._aggregation_settings.releaser(layout)
-        refuse_too_many(self.plan.sampler, releaser.most_rows)
+        refuse_too_many(self.plan.sampler, releaser.max_rows)
         return layout
 
     # -- state ------------------------------------------------------------------------

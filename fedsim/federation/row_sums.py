@@ -18,7 +18,7 @@ from fedsim.mechanisms import Mechanism, PartialSum, State
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.block import Block, Reason
-from fedsim.rows.exact import FREE_TOTAL
+from fedsim.rows.exact import MAX_NORM_TOTAL
 
 MAX_EXAMPLES = 2.0**32
 """Largest number of examples that a client may report: larger weights would overflow exact sums."""
@@ -58,7 +58,7 @@ class Summing:
     def reported(self) -> tuple[str, ...]:
         """Names of the numbers that a client must report for its row to be added."""
         weighs = self.weight_key is not None and self.declared is None
-        return (*self.plan.bound.side_names, *([self.weight_key or ""] if weighs else []))
+        return (*self.plan.bound.side_scalar_names, *([self.weight_key or ""] if weighs else []))
 
     def add(self, block: Block, total: PartialSum) -> Block:
         """Add a block's rows; return the block without them, and with ``usable`` set.
@@ -67,12 +67,12 @@ class Summing:
         of a round or a worker's part of it, started by a releaser of the same plan and layout.
         """
         block = self.checked(block)
-        usable = torch.zeros(len(block.ok), dtype=torch.bool, device=total.terms.device)
+        usable = torch.zeros(len(block.ok), dtype=torch.bool, device=total.definition.device)
         if block.ok.any():
             sound = block if block.ok.all() else block.select(block.ok)
             assert sound.rows is not None
-            weights, sides = self.weights(sound), self.sides(sound)
-            added = total.add(DenseRows(sound.rows), weights=weights, sides=sides)
+            weights, side_scalars = self.weights(sound), self.side_scalars(sound)
+            added = total.add(DenseRows(sound.rows), weights=weights, side_scalars=side_scalars)
             # masked_scatter fills the sound clients' places in order, without reading from a GPU.
             usable = (
                 added
@@ -92,17 +92,17 @@ class Summing:
         if not block.ok.any():
             return block
         assert block.rows is not None
-        for values in self.sides(block).values():
+        for values in self.side_scalars(block).values():
             require(np.isfinite(values), "non-finite")
         weights = self.weights(block)
         if weights is not None:
             require((weights >= 0) & (weights <= MAX_EXAMPLES), "malformed")
             norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
             with np.errstate(all="ignore"):
-                reach = np.where(np.isfinite(norms), weights * norms, 0.0)
+                weighted_norm = np.where(np.isfinite(norms), weights * norms, 0.0)
             # A client's part of the exact sum's range, small enough that the sum stays exact if all
             # clients use it up. A longer row with a plausible weight has diverged: as non-finite.
-            fits = reach <= FREE_TOTAL / self.asked
+            fits = weighted_norm <= MAX_NORM_TOTAL / self.asked
             require(fits | (weights > LIKELY_EXAMPLES), "non-finite")
             require(fits, "malformed")
         if not reasons:
@@ -111,9 +111,9 @@ class Summing:
         rows = block.rows.masked_fill(torch.from_numpy(~ok).to(block.rows.device)[:, None], 0.0)
         return replace(block, rows=rows, ok=ok, reasons={**block.reasons, **reasons})
 
-    def sides(self, block: Block) -> dict[str, Floats]:
+    def side_scalars(self, block: Block) -> dict[str, Floats]:
         """The scalars that are summed in addition to the rows, by name, ``[n]``."""
-        return {name: _reported(block, name) for name in self.plan.bound.side_names}
+        return {name: _reported(block, name) for name in self.plan.bound.side_scalar_names}
 
     def weights(self, block: Block) -> Floats | None:
         """Weight of each row, ``[n]``; None where all weigh the same."""

@@ -61,7 +61,7 @@ class AdaClip(ScalingBound):
     literal: bool = False
     """The paper's own Algorithm 1, which clips every row at ordinary rates; it needs an h2."""
 
-    needs: ClassVar[tuple[str, ...]] = ("scale", "m")
+    bounding_entries: ClassVar[tuple[str, ...]] = ("scale", "m")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,37 +85,37 @@ class AdaClip(ScalingBound):
             start = self.clip_norm * (self.gamma / layout.d) ** 0.5
         return {"m": m, "s": torch.full_like(m, start)}
 
-    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+    def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
         """``min(1, 1 / norm)``, for whitened norms."""
         return clip_factor(norms, 1.0, unit)
 
-    def whitening(self, ready: State) -> tuple[Tensor | None, Tensor | None]:
+    def whitening(self, round_state: State) -> tuple[Tensor | None, Tensor | None]:
         """Scale ``1 / b`` and center m (None if rows are not centred)."""
-        return ready["scale"], ready["m"] if self.center else None
+        return round_state["scale"], round_state["m"] if self.center else None
 
-    def ready(self, state: State) -> State:
+    def round_state(self, state: State) -> State:
         """b, ``1 / b``, and m if rows are centred."""
         s = state["s"]
         b = (s / self.gamma).sqrt_().mul_(s.sum(-1, keepdim=True).sqrt_())
-        ready = {"b": b, "scale": 1 / b}
-        return {**ready, "m": state["m"]} if self.center else ready
+        round_state = {"b": b, "scale": 1 / b}
+        return {**round_state, "m": state["m"]} if self.center else round_state
 
-    def radius(self, ready: State, d: int) -> float:
+    def radius(self, round_state: State, d: int) -> float:
         """1, in whitened coordinates."""
         return 1.0
 
-    def restore(self, w: Tensor, ready: State) -> Tensor:
+    def restore(self, w: Tensor, round_state: State) -> Tensor:
         """``b * w + m``."""
-        rows = w * ready["b"]
-        return rows.add_(ready["m"]) if self.center else rows
+        rows = w * round_state["b"]
+        return rows.add_(round_state["m"]) if self.center else rows
 
     def _h2(self, d: int) -> float:
         # Not below h1: the literal range would be empty.
         return max(self.clip_norm**2 * self.gamma / d, self.h1) if self.h2 is None else self.h2
 
-    def next(self, state: State, ready: State, released: Released) -> State:
+    def next(self, state: State, round_state: State, released: Released) -> State:
         """Moving averages of the released mean, and of its square minus its noise's variance."""
-        m, s, b, r = state["m"], state["s"], ready["b"], released.denominator
+        m, s, b, r = state["m"], state["s"], round_state["b"], released.denominator
         noise_variance = (b * released.noise_multiplier).div_(r).square_()
         # With the old m: the noise of this release is independent of it, so that its variance can
         # be subtracted.
@@ -133,6 +133,6 @@ class AdaClip(ScalingBound):
         mean = (m * self.beta1).add_(released.mean * (1 - self.beta1))
         return {"m": mean, "s": squares.sqrt_()}
 
-    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+    def info(self, round_state: State, new: State, d: int) -> dict[str, float]:
         """Root mean square of b: the C at which plain clipping has as much noise."""
-        return {"clip-norm": float(torch.linalg.vector_norm(ready["b"]) / d**0.5)}
+        return {"clip-norm": float(torch.linalg.vector_norm(round_state["b"]) / d**0.5)}

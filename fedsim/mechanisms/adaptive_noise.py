@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import NORM, BareSum, Bound, Guarantee, Released, Shaped, State
+from fedsim.mechanisms.base import (
+    NORM,
+    Bound,
+    BoundedRows,
+    Guarantee,
+    NoiselessSum,
+    Released,
+    State,
+)
 from fedsim.mechanisms.coordinate_clipping import clamp_
 from fedsim.mechanisms.scaling import clip_factor
 from fedsim.registry import register
-from fedsim.rows.exact import FREE_UNIT
+from fedsim.rows.exact import UNBOUNDED_UNIT
 from fedsim.rows.layout import Layout
 from fedsim.rows.norms import norms_, round_up
 from fedsim.settings import Ge, Interval, Le
@@ -61,7 +69,7 @@ class AdaptiveNoise(Bound):
     whatever the noise."""
 
     # Clients do not need the noise's shape, which the server multiplies by.
-    needs: ClassVar[tuple[str, ...]] = ("adaptive", "shrink", "stretch")
+    bounding_entries: ClassVar[tuple[str, ...]] = ("adaptive", "shrink", "stretch")
 
     @property
     def guarantee(self) -> Guarantee:
@@ -73,12 +81,12 @@ class AdaptiveNoise(Bound):
         return {"mean_square": torch.zeros(layout.d, dtype=torch.float64)}
 
     @property
-    def bare_sums(self) -> Mapping[str, BareSum]:
+    def noiseless_sums(self) -> Mapping[str, NoiselessSum]:
         """The raw rows, in the paper's form."""
-        raw = {"raw": BareSum(FREE_UNIT, wide=True)}
+        raw = {"raw": NoiselessSum(UNBOUNDED_UNIT, wide=True)}
         return raw if self.unsafe_non_private_raw_statistics else {}
 
-    def ready(self, state: State) -> State:
+    def round_state(self, state: State) -> State:
         """Which owners are in the second phase, and for these the bounds and the noise's shape."""
         mean_square = state["mean_square"]
         tested = mean_square.clamp_min(0)
@@ -96,53 +104,55 @@ class AdaptiveNoise(Bound):
             shape = torch.sqrt(limit * limit.sum(-1, keepdim=True))
         # Rows are divided by the bounds and clamped to 1 (shrink), then brought to units of the
         # noise (stretch), in which the noise is isotropic and their norm at most 1.
-        ready = {"shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
+        round_state = {"shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
         if adaptive.is_cuda or not bool(adaptive.all()):
-            ready = {name: torch.where(adaptive, vector, 1.0) for name, vector in ready.items()}
-        return {**ready, "adaptive": adaptive}
+            round_state = {
+                name: torch.where(adaptive, vector, 1.0) for name, vector in round_state.items()
+            }
+        return {**round_state, "adaptive": adaptive}
 
-    def radius(self, ready: State, d: int) -> Tensor:
+    def radius(self, round_state: State, d: int) -> Tensor:
         """C, or 1 in coordinates divided by the noise's shape."""
-        adaptive = ready["adaptive"].squeeze(-1)
+        adaptive = round_state["adaptive"].squeeze(-1)
         radius = torch.full_like(adaptive, self.clip_norm, dtype=torch.float64)
         return radius.masked_fill_(adaptive, 1.0)
 
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
+    def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
         """Clip in the first phase; clamp and divide by the noise's shape in the second."""
-        adaptive = ready["adaptive"]
-        bare_sums = {"raw": y.clone()} if self.bare_sums else {}
+        adaptive = round_state["adaptive"]
+        noiseless_sums = {"raw": y.clone()} if self.noiseless_sums else {}
         # On a CPU, where reading a value is cheap, a phase that no owner is in is skipped.
-        first, second = y.is_cuda or not bool(adaptive.all()), "shrink" in ready
+        first, second = y.is_cuda or not bool(adaptive.all()), "shrink" in round_state
         factor = torch.ones(y.shape[:-1], dtype=torch.float64, device=y.device)
         clipped = torch.zeros_like(factor, dtype=torch.bool)
         if second:
-            y.mul_(ready["shrink"].unsqueeze(-2))
+            y.mul_(round_state["shrink"].unsqueeze(-2))
             factor, clipped, _ = clamp_(y, adaptive if first else None)
-            y.mul_(ready["stretch"].unsqueeze(-2))
+            y.mul_(round_state["stretch"].unsqueeze(-2))
         if first:
             norms, unit = norms_(y)
-            limit = self.radius(ready, 0).unsqueeze(-1).masked_fill_(adaptive, math.inf)
+            limit = self.radius(round_state, 0).unsqueeze(-1).masked_fill_(adaptive, math.inf)
             factor = factor * clip_factor(round_up(norms, y.shape[-1]), limit, unit)
             clipped = clipped | (norms * unit > limit)
-        return Shaped(factor, clipped, bare_sums)
+        return BoundedRows(factor, clipped, noiseless_sums)
 
-    def restore(self, w: Tensor, ready: State) -> Tensor:
+    def restore(self, w: Tensor, round_state: State) -> Tensor:
         """Multiply by the noise's shape."""
-        return w * ready["shape"] if "shape" in ready else w
+        return w * round_state["shape"] if "shape" in round_state else w
 
-    def next(self, state: State, ready: State, released: Released) -> State:
+    def next(self, state: State, round_state: State, released: Released) -> State:
         """Moving average of squares of the released mean, minus its noise's variance."""
-        if self.bare_sums:
-            square = (released.bare_sums["raw"] / released.denominator).square_()
+        if self.noiseless_sums:
+            square = (released.noiseless_sums["raw"] / released.denominator).square_()
         else:
             std = released.noise_multiplier / released.denominator
-            spread = self.radius(ready, 0).unsqueeze(-1)
-            if "shape" in ready:
-                spread = torch.where(ready["adaptive"], ready["shape"], spread)
+            spread = self.radius(round_state, 0).unsqueeze(-1)
+            if "shape" in round_state:
+                spread = torch.where(round_state["adaptive"], round_state["shape"], spread)
             square = released.mean.square().sub_((spread * std).square_())
         square.mul_(1 - self.decay).add_(state["mean_square"] * self.decay)
         return {"mean_square": square}
 
-    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+    def info(self, round_state: State, new: State, d: int) -> dict[str, float]:
         """``adaptive``: 1 in the second phase, else 0."""
-        return {"adaptive": float(ready["adaptive"])}
+        return {"adaptive": float(round_state["adaptive"])}

@@ -82,23 +82,23 @@ class Segment:
             if name.startswith(self.prefix) and not name.startswith(NOISE_PREFIX)
         }
 
-    def ready(self, state: State) -> State:
-        """`Bound.ready` of the segment's part of a mechanism's state."""
-        return self.bound.ready(self.select(state))
+    def round_state(self, state: State) -> State:
+        """`Bound.round_state` of the segment's part of a mechanism's state."""
+        return self.bound.round_state(self.select(state))
 
     def part_of(self, rows: Rows) -> Rows:
         """The segment's columns of rows."""
         return rows if self.columns is None else rows.columns(self.columns)
 
 
-class Scalar(NamedTuple):
+class ScalarRange(NamedTuple):
     """Range ``center +- half`` of a number of each row, whose noisy mean is released."""
 
     center: float
     half: float
 
 
-class BareSum(NamedTuple):
+class NoiselessSum(NamedTuple):
     """A sum without noise on a separate grid, for bounds without a guarantee.
 
     Its terms are weighted like the rows. ``unit``: unit of the grid. ``wide``: whether it is a
@@ -110,11 +110,11 @@ class BareSum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
+class SideScalar:
     """A scalar passed with each row and clamped to its range; ``shares`` as in `Segment`."""
 
     name: str
-    scalar: Scalar
+    value_range: ScalarRange
     shares: tuple[float, ...]
 
 
@@ -139,41 +139,43 @@ class Mechanism(ABC):
         return "uniform"
 
     @abstractmethod
-    def cover(self, layout: Layout) -> tuple[Segment, ...]:
+    def segments(self, layout: Layout) -> tuple[Segment, ...]:
         """Segments that together cover a row, each column once."""
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def side_scalars(self) -> tuple[SideScalar, ...]:
         """Additional scalars of each row, the innermost composition's first."""
         return ()
 
     @property
-    def side_names(self) -> tuple[str, ...]:
+    def side_scalar_names(self) -> tuple[str, ...]:
         """Names of the scalars that must be passed with the rows."""
-        return tuple(side.name for side in self.sides)
+        return tuple(side.name for side in self.side_scalars)
 
     def shown(self, layout: Layout) -> tuple[str, ...]:
-        """Names in `Release.sides` and `Release.info`: what is released along with the mean."""
+        """Names in `Release.side_scalars` and `Release.info`: what is released with the mean."""
         names: list[str] = []
-        for segment in self.cover(layout):
+        for segment in self.segments(layout):
             bound, state = segment.bound, segment.bound.init(segment.layout)
-            info = bound.info(bound.ready(state), state, segment.layout.d)
+            info = bound.info(bound.round_state(state), state, segment.layout.d)
             names += [*segment.named(bound.scalars), *segment.named(info)]
-        return (*names, *(side.name for side in self.sides if all(side.shares)))
+        return (*names, *(side.name for side in self.side_scalars if all(side.shares)))
 
     def init(self, layout: Layout) -> State:
         """State before the first round."""
         state: dict[str, Tensor] = {}
-        for segment in self.cover(layout):
+        for segment in self.segments(layout):
             state |= segment.named(segment.bound.init(segment.layout))
         return state
 
     def bounding_state(self, state: State, layout: Layout) -> State:
         """Part of a state needed to bound rows; it is sent to clients that make shares."""
         needed: dict[str, Tensor] = {}
-        for segment in self.cover(layout):
-            ready, needs = segment.ready(state), segment.bound.needs
-            needed |= segment.named({k: v for k, v in ready.items() if needs is None or k in needs})
+        for segment in self.segments(layout):
+            round_state, needs = segment.round_state(state), segment.bound.bounding_entries
+            needed |= segment.named(
+                {k: v for k, v in round_state.items() if needs is None or k in needs}
+            )
         return needed
 
     def noise_multipliers(
@@ -190,21 +192,21 @@ class Mechanism(ABC):
             If no such split exists.
         """
         split: dict[str, float] = {}
-        for segment in self.cover(layout):
+        for segment in self.segments(layout):
             z = part_multiplier(noise_multiplier, segment.shares)
             split |= segment.named(segment.bound.split(z, denominator))
-        if names := split.keys() & {side.name for side in self.sides}:
+        if names := split.keys() & {side.name for side in self.side_scalars}:
             raise FedsimError(
                 f"the scalar '{min(names)}' has the name of a number that {self} releases itself; "
                 "mechanism.private-scalar must name another."
             )
         return split | {
-            side.name: part_multiplier(noise_multiplier, side.shares) for side in self.sides
+            side.name: part_multiplier(noise_multiplier, side.shares) for side in self.side_scalars
         }
 
     def sensitivity(self, state: State, layout: Layout) -> float:
         """C: largest L2 norm of a row's contribution to the sum, in the bounds' coordinates."""
-        radii = (s.bound.radius(s.ready(state), s.layout.d) for s in self.cover(layout))
+        radii = (s.bound.radius(s.round_state(state), s.layout.d) for s in self.segments(layout))
         return math.hypot(*map(float, radii))
 
     @property
@@ -244,11 +246,11 @@ class Mechanism(ABC):
         state = state_on(self.init(layout) if state is None else state, block.device)
         rows, out = DenseRows(block), torch.empty_like(block)
         bad = torch.zeros(len(block), dtype=torch.bool, device=block.device)
-        for segment in self.cover(layout):
-            ready = segment.ready(state)
+        for segment in self.segments(layout):
+            round_state = segment.round_state(state)
             for chunk, y in Chunks().of(segment.part_of(rows).dense()):
-                bad[chunk] |= bounded_(segment.bound, y, ready, 1.0, 1.0)[1]
-                scatter(out[chunk], segment.bound.restore(y, ready), segment.columns)
+                bad[chunk] |= bound_and_weight_(segment.bound, y, round_state, 1.0, 1.0)[1]
+                scatter(out[chunk], segment.bound.restore(y, round_state), segment.columns)
         return out.masked_fill_(bad[:, None], 0.0)
 
 
@@ -264,32 +266,32 @@ def require_mechanism(part: object, wrapper: str) -> None:
     check_bounds_rows(part, wrapper)
 
 
-class Shaped(NamedTuple):
+class BoundedRows(NamedTuple):
     """Result of shaping rows: multiplied by ``factor [..., c]``, they lie within the ball.
 
-    The factor is NaN for a non-finite row. ``clipped``: longer than the bound. ``sides``: the
-    bound's scalars, centred, and terms of its bare sums, ``[..., c]`` or, if wide, ``[..., c, d]``.
+    The factor is NaN for a non-finite row. ``clipped``: longer than the bound. ``scalars``: the
+    bound's scalars, centred, and terms of its noiseless sums, ``[..., c]`` or, if wide,
+    ``[..., c, d]``.
     """
 
     factor: Tensor
     clipped: Tensor
-    sides: Mapping[str, Tensor]
+    scalars: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Released:
     """Released values that the next state is computed from, and the noise of the mean.
 
-    For n sums: ``mean [n, d]``, sides ``[n]``, multiplier and denominator ``[n, 1]``.
-    ``bare_sums`` are sums without noise, ``[..., 1]`` or ``[..., d]``, by name, for bounds that
-    define them.
+    For n sums: ``mean [n, d]``, side scalars ``[n]``, multiplier and denominator ``[n, 1]``.
+    ``noiseless_sums``, ``[..., 1]`` or ``[..., d]``, are by name, for bounds that define them.
     """
 
     mean: Tensor
-    sides: Mapping[str, Number]
+    side_scalars: Mapping[str, Number]
     noise_multiplier: Tensor
     denominator: Tensor
-    bare_sums: Mapping[str, Tensor]
+    noiseless_sums: Mapping[str, Tensor]
 
 
 class Bound(Mechanism):
@@ -297,35 +299,35 @@ class Bound(Mechanism):
 
     A subclass implements:
 
-    - always, `radius` and `shape_`: the largest norm of a bounded row, and how a row is bounded;
-    - if it adapts, `init`, `ready` and `next`: its state, what each round derives from it, and the
-      state after a release;
+    - always, `radius` and `bound_`: the largest norm of a bounded row, and how a row is bounded;
+    - if it adapts, `init`, `round_state` and `next`: its state, what each round derives from it,
+      and the state after a release;
     - if its coordinates are not the parameters', `restore`: the inverse map;
     - if it releases numbers in addition to the vector, `scalars` and `split`: these, their noise;
-    - without a guarantee, `bare_sums`, `divisor`, `weights` and `free`: sums without noise, the
-      divisor of the mean, the weights of rows, and that there is no bound on norms;
-    - for speed, `keeps_rows`: whether `shape_` leaves rows unchanged (see also `ScalingBound`);
-    - for a report, `info`; for clients that make shares, `needs`.
+    - without a guarantee, `noiseless_sums`, `divisor`, `weights` and `unbounded`: sums without
+      noise, the divisor of the mean, the weights of rows, and that norms have no bound;
+    - for speed, `keeps_rows`: whether `bound_` leaves rows unchanged (see also `ScalingBound`);
+    - for a report, `info`; for clients that make shares, `bounding_entries`.
 
     Tensors are of one sum, or of n owners' sums with a leading ``n`` (``...`` below). Only `info`
     may read a value: on a GPU that waits for all work before it.
     """
 
-    needs: ClassVar[tuple[str, ...] | None] = None
-    """Entries of `ready` that are needed to bound rows; None for all."""
-    scalars: ClassVar[Mapping[str, Scalar]] = {}
-    """Scalars that `shape_` computes from rows, and whose noisy means are released."""
-    free: ClassVar[bool] = False
+    bounding_entries: ClassVar[tuple[str, ...] | None] = None
+    """Entries of `round_state` that are needed to bound rows; None for all."""
+    scalars: ClassVar[Mapping[str, ScalarRange]] = {}
+    """Scalars that `bound_` computes from rows, and whose noisy means are released."""
+    unbounded: ClassVar[bool] = False
     """Whether the radius is infinite: the grid of the sum then has a fixed unit."""
     keeps_rows: ClassVar[bool] = False
-    """Whether `shape_` returns factors and leaves the rows unchanged."""
+    """Whether `bound_` returns factors and leaves the rows unchanged."""
 
     @property
-    def bare_sums(self) -> Mapping[str, BareSum]:
-        """Sums without noise, of terms that `shape_` computes, for `divisor` and `next`."""
+    def noiseless_sums(self) -> Mapping[str, NoiselessSum]:
+        """Sums without noise, of terms that `bound_` computes, for `divisor` and `next`."""
         return {}
 
-    def cover(self, layout: Layout) -> tuple[Segment, ...]:
+    def segments(self, layout: Layout) -> tuple[Segment, ...]:
         """One segment, of this bound."""
         return (Segment(self, layout),)
 
@@ -333,19 +335,19 @@ class Bound(Mechanism):
         """State before the first round; a bound without state never changes."""
         return {}
 
-    def ready(self, state: State) -> State:
+    def round_state(self, state: State) -> State:
         """Values to bound rows and restore their mean, derived from the state once a round."""
         return state
 
     @abstractmethod
-    def radius(self, ready: State, d: int) -> Number:
+    def radius(self, round_state: State, d: int) -> Number:
         """Largest L2 norm of a bounded row, in the bound's coordinates, ``[...]``."""
 
     @abstractmethod
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
+    def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
         """Bound float64 rows ``y [..., c, d]``: change them in place, up to the returned factor."""
 
-    def restore(self, w: Tensor, ready: State) -> Tensor:
+    def restore(self, w: Tensor, round_state: State) -> Tensor:
         """Rows or a mean ``w [..., d]``, mapped back to the parameters' coordinates."""
         return w
 
@@ -357,35 +359,35 @@ class Bound(Mechanism):
         """Validated weights of rows, float64 ``[count]``."""
         return row_weights(weights, count, device)
 
-    def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
-        """Divisor of a sum, ``[..., 1]``: the denominator, or computed from the bare sums."""
+    def divisor(self, noiseless_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
+        """Divisor of a sum, ``[..., 1]``: the denominator, or computed from the noiseless sums."""
         return denominator
 
-    def next(self, state: State, ready: State, released: Released) -> State:
+    def next(self, state: State, round_state: State, released: Released) -> State:
         """State after a release, computed from released values alone."""
         return state
 
-    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+    def info(self, round_state: State, new: State, d: int) -> dict[str, float]:
         """Diagnostics of one release, as public as the mean: by default the clip norm."""
-        return {} if self.free else {"clip-norm": float(self.radius(ready, d))}
+        return {} if self.unbounded else {"clip-norm": float(self.radius(round_state, d))}
 
 
-def bounded_(
-    bound: Bound, y: Tensor, ready: State, unit: Number, weights: Number
-) -> tuple[Shaped, Tensor]:
+def bound_and_weight_(
+    bound: Bound, y: Tensor, round_state: State, unit: Number, weights: Number
+) -> tuple[BoundedRows, Tensor]:
     """Replace float64 rows ``y [..., c, d]`` by bounded, weighted rows in units of a grid.
 
-    Returns the result of `Bound.shape_`, and which rows were not finite, bool ``[..., c]``.
+    Returns the result of `Bound.bound_`, and which rows were not finite, bool ``[..., c]``.
     """
-    shaped = bound.shape_(y, ready)
-    factor = shaped.factor / per_row(unit) * weights
+    bounded = bound.bound_(y, round_state)
+    factor = bounded.factor / per_row(unit) * weights
     bad = factor.isnan()
     # NaN times zero is NaN: bad rows are wiped. On a GPU always, since asking would wait for it.
     if y.is_cuda or bool(bad.any()):
         y.masked_fill_(bad[..., None], 0.0)
         factor = factor.masked_fill(bad, 0.0)
     y.mul_(factor[..., None])
-    return shaped, bad
+    return bounded, bad
 
 
 def per_row(number: Number) -> Number:

@@ -28,11 +28,11 @@ class Clipping(ScalingBound):
     clip_norm: Annotated[float, NORM] = 1.0
     """C: longer rows are scaled down to this L2 norm."""
 
-    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+    def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
         """``min(1, C / norm)``."""
         return clip_factor(norms, self.clip_norm, unit)
 
-    def radius(self, ready: State, d: int) -> float:
+    def radius(self, round_state: State, d: int) -> float:
         """C."""
         return self.clip_norm
 

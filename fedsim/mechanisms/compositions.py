@@ -1,6 +1,7 @@
 """Composed mechanisms: a bound for every layer, and a private scalar in addition to the row.
 
-Both only describe data for the one releaser: segments and sides, each with a share of ``1/z^2``.
+Both only describe data for the one releaser: segments and side scalars, each with a share of
+``1/z^2``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from fedsim.mechanisms.base import (
     NORM,
     Guarantee,
     Mechanism,
-    Scalar,
+    ScalarRange,
     Segment,
-    Side,
+    SideScalar,
     require_mechanism,
 )
 from fedsim.rows.layout import Layout, Parameter
@@ -56,7 +57,7 @@ class PerLayer(Mechanism):
                 )
         for bound in self._bounds:
             require_mechanism(bound, "PerLayer")
-            if bound.weighting != "uniform" or bound.sides or isinstance(bound, PerLayer):
+            if bound.weighting != "uniform" or bound.side_scalars or isinstance(bound, PerLayer):
                 raise FedsimError(
                     f"part {bound!r} cannot bound one layer; put scalars around PerLayer, and no "
                     "PerLayer inside it."
@@ -83,7 +84,7 @@ class PerLayer(Mechanism):
         """``"none"`` if a part has no guarantee."""
         return "none" if any(bound.guarantee == "none" for bound in self._bounds) else "gaussian"
 
-    def cover(self, layout: Layout) -> tuple[Segment, ...]:
+    def segments(self, layout: Layout) -> tuple[Segment, ...]:
         """One segment for each layer or pattern; segment k has the prefix ``k.``."""
         layers = self._layers(layout)
         shares = self.shares or (1 / len(layers),) * len(layers)
@@ -92,7 +93,7 @@ class PerLayer(Mechanism):
         segments = []
         for k, ((bound, entries), share) in enumerate(zip(layers, shares, strict=True)):
             layer, columns = layout.take(entries)
-            (inner,) = bound.cover(layer)  # a part is a single bound
+            (inner,) = bound.segments(layer)  # a part is a single bound
             shares_in = (share, *inner.shares)
             segments.append(replace(inner, prefix=f"{k}.", columns=columns, shares=shares_in))
         return tuple(segments)
@@ -136,7 +137,7 @@ class PrivateScalar(Mechanism):
     mechanism: Mechanism
     """The bound of the update."""
     name: str = "loss"
-    """Name of the scalar in `PartialSum.add` and `Release.sides`."""
+    """Name of the scalar in `PartialSum.add` and `Release.side_scalars`."""
     high: Annotated[float, NORM] = 1.0
     """The largest value; larger ones are clamped to it."""
     fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
@@ -145,7 +146,7 @@ class PrivateScalar(Mechanism):
     def __post_init__(self) -> None:
         require_mechanism(self.mechanism, "PrivateScalar")
         super().__post_init__()
-        if self.name in self.mechanism.side_names:
+        if self.name in self.mechanism.side_scalar_names:
             raise FedsimError(f"name is '{self.name}'; the mechanism inside has such a scalar.")
         if self.mechanism.weighting != "uniform":
             raise FedsimError("mechanism weighs rows by their examples; a private one must not.")
@@ -155,16 +156,19 @@ class PrivateScalar(Mechanism):
         """The inner mechanism's guarantee."""
         return self.mechanism.guarantee
 
-    def cover(self, layout: Layout) -> tuple[Segment, ...]:
+    def segments(self, layout: Layout) -> tuple[Segment, ...]:
         """The inner mechanism's segments, with the remaining budget."""
         inner_share = 1 - self.fraction
-        inner = self.mechanism.cover(layout)
+        inner = self.mechanism.segments(layout)
         return tuple(replace(segment, shares=(inner_share, *segment.shares)) for segment in inner)
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def side_scalars(self) -> tuple[SideScalar, ...]:
         """The inner mechanism's scalars, with the remaining budget, and this one."""
         inner_share, half = 1 - self.fraction, self.high / 2
-        scalar = Scalar(center=half, half=half)
-        inner = (replace(side, shares=(inner_share, *side.shares)) for side in self.mechanism.sides)
-        return (*inner, Side(self.name, scalar, (self.fraction,)))
+        scalar = ScalarRange(center=half, half=half)
+        inner = (
+            replace(side, shares=(inner_share, *side.shares))
+            for side in self.mechanism.side_scalars
+        )
+        return (*inner, SideScalar(self.name, scalar, (self.fraction,)))

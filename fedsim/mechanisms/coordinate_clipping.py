@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import NORM, Bound, Shaped, State
+from fedsim.mechanisms.base import NORM, Bound, BoundedRows, State
 from fedsim.registry import register
 
 # Margin for rounding in norms of d coordinates: a bounded row must not exceed its radius.
 SLACK = 1 - 2.0**-40
 
 
-def clamp_(y: Tensor, only: Tensor | None = None) -> Shaped:
+def clamp_(y: Tensor, only: Tensor | None = None) -> BoundedRows:
     """Clamp rows ``y [..., c, d]`` to +- 1; the factor is 1, or NaN for non-finite rows.
 
     ``only``, bool ``[..., 1]``: the owners whose rows are clamped; by default all.
@@ -28,7 +28,7 @@ def clamp_(y: Tensor, only: Tensor | None = None) -> Shaped:
         y.copy_(torch.where(only.unsqueeze(-2), y.clamp(-SLACK, SLACK), y))
         clipped = clipped & only
     factor = torch.ones_like(peaks).masked_fill_(~torch.isfinite(peaks), torch.nan)
-    return Shaped(factor, clipped, {})
+    return BoundedRows(factor, clipped, {})
 
 
 @register("mechanism", "coordinate-clipping")
@@ -43,11 +43,11 @@ class CoordinateClipping(Bound):
     clip_value: Annotated[float, NORM] = 0.01
     """The largest absolute value of a coordinate; C is this value times sqrt(d)."""
 
-    def radius(self, ready: State, d: int) -> float:
+    def radius(self, round_state: State, d: int) -> float:
         """``clip_value * sqrt(d)``."""
         return self.clip_value * math.sqrt(d)
 
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
+    def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
         """Clamp coordinates, in units of ``clip_value``; the factor restores the unit."""
         shaped = clamp_(y.div_(self.clip_value))
         return shaped._replace(factor=shaped.factor * self.clip_value)

@@ -9,16 +9,16 @@ from typing import ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import BareSum, Bound, Guarantee, Shaped, State, Weighting
+from fedsim.mechanisms.base import Bound, BoundedRows, Guarantee, NoiselessSum, State, Weighting
 from fedsim.registry import register
 from fedsim.rows.dense import Weights, row_weights
-from fedsim.rows.exact import FREE_TOTAL
+from fedsim.rows.exact import MAX_NORM_TOTAL
 from fedsim.rows.norms import norms_of
 
 MAX_NORM = 2.0**20
 """Norm above which a row counts as diverged."""
 WEIGHT_UNIT = 2.0**-20
-REACH_UNIT = 2.0**-16
+WEIGHTED_NORM_UNIT = 2.0**-16
 """Unit of the sum of weight times norm, which bounds every coordinate of the sum of rows."""
 
 
@@ -41,18 +41,18 @@ class NoPrivacy(Bound):
         "noise protects only what a mechanism bounds; choose one such as 'clipping'"
     )
     """Why noise would protect nobody."""
-    free: ClassVar[bool] = True
+    unbounded: ClassVar[bool] = True
     keeps_rows: ClassVar[bool] = True
-    bare_sums: ClassVar[Mapping[str, BareSum]] = {
-        "weight": BareSum(WEIGHT_UNIT),
-        "reach": BareSum(REACH_UNIT),  # weight times norm
+    noiseless_sums: ClassVar[Mapping[str, NoiselessSum]] = {
+        "weight": NoiselessSum(WEIGHT_UNIT),
+        "weighted_norm": NoiselessSum(WEIGHTED_NORM_UNIT),  # weight times norm
     }
 
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
         """No noise: a plan with any is refused."""
         return {"sum": 0.0}
 
-    def radius(self, ready: State, d: int) -> float:
+    def radius(self, round_state: State, d: int) -> float:
         """Infinite: there is no bound."""
         return math.inf
 
@@ -65,14 +65,14 @@ class NoPrivacy(Bound):
             return (checked > 0).to(torch.float64)
         return torch.round(checked / WEIGHT_UNIT) * WEIGHT_UNIT
 
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
+    def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
         """Factor 1 for all rows, NaN for one that has diverged."""
         norms = norms_of(y)
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
-        sides = {"weight": torch.ones_like(factor), "reach": norms}
-        return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)
+        scalars = {"weight": torch.ones_like(factor), "weighted_norm": norms}
+        return BoundedRows(factor, torch.zeros_like(factor, dtype=torch.bool), scalars)
 
-    def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
+    def divisor(self, noiseless_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
         """The sum of the actual weights, not a declared number.
 
         Raises
@@ -81,10 +81,10 @@ class NoPrivacy(Bound):
             If weights times norms are too large for an exact sum.
         """
         # Only now is it known whether all partial sums were small enough to be exact.
-        reach = float(bare_sums["reach"].max())
-        if reach > FREE_TOTAL:
+        weighted_norm = float(noiseless_sums["weighted_norm"].max())
+        if weighted_norm > MAX_NORM_TOTAL:
             raise FedsimError(
-                f"weights times norms of the updates add up to {reach:g}; an exact mean allows "
-                f"{FREE_TOTAL:g}."
+                f"weights times norms of the updates add up to {weighted_norm:g}; an exact mean "
+                f"allows {MAX_NORM_TOTAL:g}."
             )
-        return torch.where(bare_sums["weight"] > 0, bare_sums["weight"], 1.0)
+        return torch.where(noiseless_sums["weight"] > 0, noiseless_sums["weight"], 1.0)

@@ -30,11 +30,11 @@ class Normalization(ScalingBound):
     """kappa, added to a row's norm before dividing by it: rows much shorter than this stay
     short."""
 
-    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+    def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
         """``C / (norm + smoothing)``, or 0 for a norm of 0."""
         smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
         return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
 
-    def radius(self, ready: State, d: int) -> float:
+    def radius(self, round_state: State, d: int) -> float:
         """C."""
         return self.clip_norm

@@ -16,13 +16,20 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.kernels.rows import is_supported
-from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_, per_row
+from fedsim.mechanisms.base import (
+    BoundedRows,
+    Segment,
+    SideScalar,
+    State,
+    bound_and_weight_,
+    per_row,
+)
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
 from fedsim.rows.exact import (
     ALL_OWNERS,
-    FREE_ROWS,
     MAX_ROWS,
+    MAX_UNBOUNDED_ROWS,
     GridSum,
     GridSums,
     Owners,
@@ -41,7 +48,7 @@ class SumDefinition:
 
     Attributes
     ----------
-    segments, sides : tuples of Segment, Side
+    segments, side_scalars : tuples of Segment, SideScalar
         The mechanism's parts.
     split : mapping of name to float
         Its `Mechanism.noise_multipliers`.
@@ -54,7 +61,7 @@ class SumDefinition:
     """
 
     segments: tuple[Segment, ...]
-    sides: tuple[Side, ...]
+    side_scalars: tuple[SideScalar, ...]
     split: Mapping[str, float]
     owners: int | None
     device: torch.device
@@ -67,9 +74,13 @@ class SumDefinition:
         return ... if self.owners is None else slice(self.owners)
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Largest number of rows for which a sum is exact."""
-        return FREE_ROWS if any(segment.bound.free for segment in self.segments) else MAX_ROWS
+        return (
+            MAX_UNBOUNDED_ROWS
+            if any(segment.bound.unbounded for segment in self.segments)
+            else MAX_ROWS
+        )
 
     @property
     def zeros(self) -> Tensor:
@@ -83,29 +94,35 @@ class PartialSum(GridSums):
 
     Dense rows are rounded one by one, so that sums have the same bytes however rows are blocked and
     sums merged; factored rows are rounded as one sum per call. ``grids`` are those of each segment,
-    with its prefix, and of the side scalars. ``before`` is the mechanism's state before the
-    round, from which the next one is computed; ``ready`` is each bound's `Bound.ready` of it.
+    with its prefix, and of the side scalars. ``state_before`` is the mechanism's state before the
+    round, from which the next one is computed; ``round_states`` are each
+    bound's `Bound.round_state` of it.
     """
 
-    def __init__(self, terms: SumDefinition, before: State, ready: Sequence[State]) -> None:
-        self.terms, self.before = terms, before
-        chunks, zeros = Chunks(), terms.zeros
+    def __init__(
+        self, definition: SumDefinition, state_before: State, round_states: Sequence[State]
+    ) -> None:
+        self.definition, self.state_before = definition, state_before
+        chunks, zeros = Chunks(), definition.zeros
         self.segments = [
-            SegmentSum(segment, segment_ready, terms, chunks)
-            for segment, segment_ready in zip(terms.segments, ready, strict=True)
+            SegmentSum(segment, round_state, definition, chunks)
+            for segment, round_state in zip(definition.segments, round_states, strict=True)
         ]
         grids: dict[str, GridSum] = {}
         for summed in self.segments:
             grids |= summed.segment.named(summed.grids)
-        grids |= {side.name: GridSum.scalar(zeros, side.scalar.half) for side in terms.sides}
-        super().__init__(grids, terms.most_rows, terms.device)
+        grids |= {
+            side.name: GridSum.scalar(zeros, side.value_range.half)
+            for side in definition.side_scalars
+        }
+        super().__init__(grids, definition.max_rows, definition.device)
 
     def add(
         self,
         rows: Rows,
         *,
         weights: Weights | None = None,
-        sides: Mapping[str, Weights] | None = None,
+        side_scalars: Mapping[str, Weights] | None = None,
     ) -> Tensor:
         """Bound rows ``[c, d]`` and add them to the one sum.
 
@@ -115,7 +132,7 @@ class PartialSum(GridSums):
         weights : ``[c]``, optional
             Applied after bounding. Private mechanisms take numbers in [0, 1], each of which may
             depend only on the row's own client; 0 removes a row from every sum.
-        sides : mapping of name to ``[c]``, optional
+        side_scalars : mapping of name to ``[c]``, optional
             Values of the mechanism's side scalars.
 
         Returns
@@ -123,15 +140,16 @@ class PartialSum(GridSums):
         usable : bool ``[c]``
             True for rows that are in the sum.
         """
-        device, count = self.terms.device, rows.count
+        device, count = self.definition.device, rows.count
         masks = RowMasks((count,), device)
         if count:
             checked = [
-                segment.bound.weights(weights, count, device) for segment in self.terms.segments
+                segment.bound.weights(weights, count, device)
+                for segment in self.definition.segments
             ]
             self._add(rows, checked, None, ALL_OWNERS, masks)
-            self.note(masks)
-            self._add_sides(sides, masks.usable, ALL_OWNERS)
+            self.count_rows(masks)
+            self._add_side_scalars(side_scalars, masks.usable, ALL_OWNERS)
         return masks.usable
 
     def add_owners(
@@ -141,7 +159,7 @@ class PartialSum(GridSums):
         counts: Sequence[int],
         owners: Owners = ALL_OWNERS,
         *,
-        sides: Mapping[str, Weights] | None = None,
+        side_scalars: Mapping[str, Weights] | None = None,
         masks: RowMasks | None = None,
     ) -> None:
         """Bound rows ``[k, B, d]`` of some owners and add them to their sums.
@@ -156,13 +174,15 @@ class PartialSum(GridSums):
         counts : sequence of k ints
             Number of rows of each owner; the others are padding.
         owners : slice or int64 Tensor ``[k]``
-        sides : mapping of name to ``[k, B]``, optional
+        side_scalars : mapping of name to ``[k, B]``, optional
         masks : RowMasks ``[k, B]``, optional
             To be filled in.
         """
         self._add(rows, [weights] * len(self.segments), counts, owners, masks)
-        if self.terms.sides:
-            self._add_sides(sides, weights > 0 if masks is None else masks.usable, owners)
+        if self.definition.side_scalars:
+            self._add_side_scalars(
+                side_scalars, weights > 0 if masks is None else masks.usable, owners
+            )
 
     def _add(
         self,
@@ -185,58 +205,62 @@ class PartialSum(GridSums):
             if masks is not None:
                 masks.usable &= (weight > 0) & ~masks.rejected
 
-    def joined(self, vectors: Sequence[Tensor]) -> Tensor:
+    def join_segments(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of the segments, ``[..., size]`` each, as one ``[..., d]``."""
-        if self.terms.segments[0].columns is None:
+        if self.definition.segments[0].columns is None:
             return vectors[0]
         d = sum(vector.shape[-1] for vector in vectors)
         row = vectors[0].new_empty(*vectors[0].shape[:-1], d)
-        for segment, vector in zip(self.terms.segments, vectors, strict=True):
+        for segment, vector in zip(self.definition.segments, vectors, strict=True):
             scatter(row, vector, segment.columns)
         return row
 
-    def _add_sides(
-        self, sides: Mapping[str, Weights] | None, usable: Tensor, owners: Owners
+    def _add_side_scalars(
+        self, side_scalars: Mapping[str, Weights] | None, usable: Tensor, owners: Owners
     ) -> None:
         """Add side scalars, clamped to their range and centred; NaN and unusable rows add 0."""
-        for side in self.terms.sides:
-            if sides is None or side.name not in sides:
+        for side in self.definition.side_scalars:
+            if side_scalars is None or side.name not in side_scalars:
                 raise FedsimError(
                     f"side scalar '{side.name}' is missing; the mechanism releases its mean."
                 )
-            values = torch.as_tensor(sides[side.name], dtype=torch.float64, device=usable.device)
+            values = torch.as_tensor(
+                side_scalars[side.name], dtype=torch.float64, device=usable.device
+            )
             if values.shape != usable.shape:
                 raise FedsimError(
                     f"side scalar '{side.name}' has shape {tuple(values.shape)}, "
                     f"not {tuple(usable.shape)}."
                 )
-            center, half = side.scalar
+            center, half = side.value_range
             centred = values.clamp(center - half, center + half) - center
             centred = torch.where(usable & ~values.isnan(), centred, 0.0)
             self.grids[side.name].add_((centred / grid_unit(half))[..., None], owners)
 
 
 class SegmentSum:
-    """Sums of one segment: its vector, called ``sum``, and its bound's scalars and bare sums."""
+    """Sums of one segment: its vector, ``sum``, and its bound's scalars and noiseless sums."""
 
     def __init__(
-        self, segment: Segment, ready: State, terms: SumDefinition, chunks: Chunks
+        self, segment: Segment, round_state: State, definition: SumDefinition, chunks: Chunks
     ) -> None:
-        self.segment, self.ready, self._chunks = segment, ready, chunks
-        bound, d, zeros = segment.bound, segment.layout.d, terms.zeros
-        if bound.free:
-            vector = GridSum.free(zeros, d)
+        self.segment, self.round_state, self._chunks = segment, round_state, chunks
+        bound, d, zeros = segment.bound, segment.layout.d, definition.zeros
+        if bound.unbounded:
+            vector = GridSum.unbounded(zeros, d)
         else:
-            radius = zeros + bound.radius(ready, d)
+            radius = zeros + bound.radius(round_state, d)
             # Noise is on the coarse grid and hides what is finer: no fine sum is needed.
-            noisy = any(0 < z < math.inf for z in terms.split.values())
-            vector = GridSum.bounded(radius, d, noisy=noisy, exact=terms.exact, double=terms.double)
+            noisy = any(0 < z < math.inf for z in definition.split.values())
+            vector = GridSum.bounded(
+                radius, d, noisy=noisy, exact=definition.exact, double=definition.double
+            )
         self.grids = {"sum": vector}
         for name, scalar in bound.scalars.items():
             self.grids[name] = GridSum.scalar(zeros, scalar.half)
-        for name, bare_sum in bound.bare_sums.items():
-            narrow_sum = GridSum(zeros, 1, unit=bare_sum.unit)
-            self.grids[name] = GridSum.free(zeros, d) if bare_sum.wide else narrow_sum
+        for name, noiseless_sum in bound.noiseless_sums.items():
+            narrow_sum = GridSum(zeros, 1, unit=noiseless_sum.unit)
+            self.grids[name] = GridSum.unbounded(zeros, d) if noiseless_sum.wide else narrow_sum
 
     def add(
         self,
@@ -258,28 +282,28 @@ class SegmentSum:
             if self._add_scaled(dense.tensor, weights, masks):
                 return
         for chunk_owners, index, y in self._chunks.of_owners(rows, counts, owners, vector.coarse):
-            ready, unit = self._ready_of(chunk_owners)
+            round_state, unit = self._round_state_of(chunk_owners)
             weight = weights[index]
-            shaped, bad = bounded_(self.segment.bound, y, ready, unit, weight)
+            bounded, bad = bound_and_weight_(self.segment.bound, y, round_state, unit, weight)
             vector.add_(y, chunk_owners)
-            self._note(shaped, bad, weight, chunk_owners, index, masks)
+            self._record_rows(bounded, bad, weight, chunk_owners, index, masks)
 
     def _add_measured(
         self, rows: Rows, weights: Tensor, owners: Owners, masks: RowMasks | None
     ) -> bool:
         """Add factored rows by their norms and one weighted sum; False if they must be dense."""
-        bound, (ready, unit) = self.segment.bound, self._ready_of(owners)
+        bound, (round_state, unit) = self.segment.bound, self._round_state_of(owners)
         if not (isinstance(bound, ScalingBound) and bound.only_scales):
             return False
-        measured = rows.measure(*bound.whitening(ready))
+        measured = rows.measure(*bound.whitening(round_state))
         if measured is None:
             return False
         # The margin covers the rounding of the formula for norms, and of the sum to the grid.
         longest = measured.norms * (1 + MEASURED_MARGIN)
-        shaped = bound.factors(measured.norms, longest, ready, self.segment.layout.d)
-        weight = shaped.factor.nan_to_num(nan=0.0) / per_row(unit) * weights
+        bounded = bound.factors(measured.norms, longest, round_state, self.segment.layout.d)
+        weight = bounded.factor.nan_to_num(nan=0.0) / per_row(unit) * weights
         self.grids["sum"].add_sum_(measured.sum(weight), owners)
-        self._note(shaped, shaped.factor.isnan(), weights, owners, ALL_OWNERS, masks)
+        self._record_rows(bounded, bounded.factor.isnan(), weights, owners, ALL_OWNERS, masks)
         return True
 
     def _add_scaled(self, rows: Tensor, weights: Tensor, masks: RowMasks | None) -> bool:
@@ -290,62 +314,64 @@ class SegmentSum:
         vector = self.grids["sum"]
         if not (vector.exact and is_supported(rows)):
             return False
-        shaped = self._factors(rows)
-        if shaped is None:
+        bounded = self._factors(rows)
+        if bounded is None:
             return False
-        factors = shaped.factor / vector.unit * weights
+        factors = bounded.factor / vector.unit * weights
         # The kernel multiplies and cannot wipe a non-finite row (NaN times zero is NaN): rows with
-        # one among them are left to `bounded_`.
+        # one among them are left to `bound_and_weight_`.
         bad = factors.isnan()
         if bool(bad.any()):
             return False
         vector.add_scaled_(rows, factors)
-        self._note(shaped, bad, weights, ALL_OWNERS, ALL_OWNERS, masks)
+        self._record_rows(bounded, bad, weights, ALL_OWNERS, ALL_OWNERS, masks)
         return True
 
-    def _factors(self, rows: Tensor) -> Shaped | None:
+    def _factors(self, rows: Tensor) -> BoundedRows | None:
         """Factors of unchanged rows ``[c, d]``; None if a row needs more than a factor."""
-        bound, ready = self.segment.bound, self.ready
+        bound, round_state = self.segment.bound, self.round_state
         if bound.keeps_rows:
-            return bound.shape_(rows, ready)
+            return bound.bound_(rows, round_state)
         if not (isinstance(bound, ScalingBound) and bound.only_scales):
             return None
-        if any(vector is not None for vector in bound.whitening(ready)):
+        if any(vector is not None for vector in bound.whitening(round_state)):
             return None
         norms, d = norms_of(rows), rows.shape[1]
         if not in_safe_range(norms):  # extreme rows are rescaled first
             return None
-        return bound.factors(norms, round_up(norms, d), ready, d)
+        return bound.factors(norms, round_up(norms, d), round_state, d)
 
-    def _ready_of(self, owners: Owners) -> tuple[State, Tensor]:
-        """`Bound.ready` and the units of the sums, for these owners."""
+    def _round_state_of(self, owners: Owners) -> tuple[State, Tensor]:
+        """`Bound.round_state` and the units of the sums, for these owners."""
         unit = self.grids["sum"].unit
         if owners is ALL_OWNERS:
-            return self.ready, unit
-        return {name: tensor[owners] for name, tensor in self.ready.items()}, unit[owners]
+            return self.round_state, unit
+        return {name: tensor[owners] for name, tensor in self.round_state.items()}, unit[owners]
 
-    def _note(
+    def _record_rows(
         self,
-        shaped: Shaped,
+        bounded: BoundedRows,
         bad: Tensor,
         weights: Tensor,
         owners: Owners,
         index: slice | tuple[slice, slice],
         masks: RowMasks | None,
     ) -> None:
-        """Add the bound's scalars and bare sums of rows, and fill in their masks."""
+        """Add the bound's scalars and noiseless sums of rows, and fill in their masks."""
         if masks is not None:
             masks.rejected[index].logical_or_(bad)
-            masks.clipped[index].logical_or_(shaped.clipped)
+            masks.clipped[index].logical_or_(bounded.clipped)
         bound = self.segment.bound
-        if not (bound.scalars or bound.bare_sums):
+        if not (bound.scalars or bound.noiseless_sums):
             return
         # Scalars are centred, so that padding and rejected rows must add 0 explicitly.
         present = ~bad & (weights > 0)
         for name, scalar in bound.scalars.items():
-            values = torch.where(present, shaped.sides[name], 0.0) / grid_unit(scalar.half)
+            values = torch.where(present, bounded.scalars[name], 0.0) / grid_unit(scalar.half)
             self.grids[name].add_(values[..., None], owners)
-        for name, bare_sum in bound.bare_sums.items():
-            values = shaped.sides[name] if bare_sum.wide else shaped.sides[name][..., None]
+        for name, noiseless_sum in bound.noiseless_sums.items():
+            values = (
+                bounded.scalars[name] if noiseless_sum.wide else bounded.scalars[name][..., None]
+            )
             values = torch.where(present[..., None], values, 0.0) * weights[..., None]
-            self.grids[name].add_(values / bare_sum.unit, owners)
+            self.grids[name].add_(values / noiseless_sum.unit, owners)

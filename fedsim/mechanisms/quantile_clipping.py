@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import BOUND_RANGE, NORM, Released, Scalar, State, per_row
+from fedsim.mechanisms.base import BOUND_RANGE, NORM, Released, ScalarRange, State, per_row
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
@@ -46,7 +46,7 @@ class QuantileClipping(ScalingBound):
     bit_noise: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.05
     """Standard deviation of the noise on the share of rows that are no longer than C."""
 
-    scalars: ClassVar[Mapping[str, Scalar]] = {BIT: Scalar(center=0.5, half=0.5)}
+    scalars: ClassVar[Mapping[str, ScalarRange]] = {BIT: ScalarRange(center=0.5, half=0.5)}
 
     def init(self, layout: Layout) -> State:
         """``clip_norm``: C, float64 scalar."""
@@ -66,26 +66,29 @@ class QuantileClipping(ScalingBound):
             )
         return {"sum": (noise_multiplier**-2 - bit**-2) ** -0.5, BIT: bit}
 
-    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+    def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
         """``min(1, C / norm)`` at this round's C."""
-        return clip_factor(norms, per_row(ready["clip_norm"]), unit)
+        return clip_factor(norms, per_row(round_state["clip_norm"]), unit)
 
-    def radius(self, ready: State, d: int) -> Tensor:
+    def radius(self, round_state: State, d: int) -> Tensor:
         """This round's C."""
-        return ready["clip_norm"]
+        return round_state["clip_norm"]
 
-    def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
+    def row_scalars(self, clipped: Tensor) -> Mapping[str, Tensor]:
         """The bit, centred."""
         return {BIT: 0.5 - clipped.to(torch.float64)}
 
-    def next(self, state: State, ready: State, released: Released) -> State:
+    def next(self, state: State, round_state: State, released: Released) -> State:
         """C, updated by the noisy share of unclipped rows."""
-        step = -self.learning_rate * (released.sides[BIT] - self.target_quantile)
+        step = -self.learning_rate * (released.side_scalars[BIT] - self.target_quantile)
         low, high = BOUND_RANGE
         # In logarithms: with a tiny cohort, noise may make a step for which exp() overflows.
         log_c = (state["clip_norm"].log() + step).clamp(math.log(low), math.log(high))
         return {"clip_norm": log_c.exp().clamp(low, high)}
 
-    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+    def info(self, round_state: State, new: State, d: int) -> dict[str, float]:
         """C of this round and of the next."""
-        return {"clip-norm": float(ready["clip_norm"]), "next-clip-norm": float(new["clip_norm"])}
+        return {
+            "clip-norm": float(round_state["clip_norm"]),
+            "next-clip-norm": float(new["clip_norm"]),
+        }

@@ -1,7 +1,7 @@
 """The one releaser: noisy sums of n owners, for any rows, bounds and noise.
 
 A server releases one sum, at example level each client releases one, and a client's share is the
-noisy sum of its single row. A mechanism's parts are data here: `Segment` and `Side`.
+noisy sum of its single row. A mechanism's parts are data here: `Segment` and `SideScalar`.
 
 A sum on a grid plus noise rounded to the same grid equals (sum + Gaussian noise), rounded: it is
 post-processing of the Gaussian mechanism. The bits of the released number do not reveal which sum
@@ -32,7 +32,7 @@ from fedsim.mechanisms.base import (
     Mechanism,
     Number,
     Released,
-    Scalar,
+    ScalarRange,
     State,
     state_on,
 )
@@ -52,7 +52,7 @@ class Release:
         Noisy mean row, to be added to the parameters.
     state : State
         State of the mechanism and of the noise for the next round.
-    sides : mapping of name to float, or to float64 ``[n]``
+    side_scalars : mapping of name to float, or to float64 ``[n]``
         Noisy means of the scalars.
     info : mapping of name to float
         Post-processed diagnostics (such as the ``clip-norm`` in use), as public as the mean;
@@ -61,7 +61,7 @@ class Release:
 
     mean: Tensor
     state: State
-    sides: Mapping[str, Number] = field(default_factory=dict)
+    side_scalars: Mapping[str, Number] = field(default_factory=dict)
     info: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -132,29 +132,30 @@ class Releaser:
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise
         splits = {r: mechanism.noise_multipliers(noise.multiplier, r, layout) for r in numbers}
-        segments = mechanism.cover(layout)
+        segments = mechanism.segments(layout)
         for split in splits.values():
             vectors = [f"{segment.prefix}sum" for segment in segments]
             check_split(noise.multiplier, split, vectors, mechanism)
-        self._terms = SumDefinition(
+        self._definition = SumDefinition(
             segments=segments,
-            sides=mechanism.sides,
+            side_scalars=mechanism.side_scalars,
             split=splits[numbers[0]],
             owners=None if self._is_single else len(numbers),
             device=torch.device(device),
-            # Without a guarantee there are bare sums, which need the grid to be exact.
+            # Without a guarantee there are noiseless sums, which need the grid to be exact.
             exact=exact or mechanism.guarantee == "none",
             double=layout.dtype == torch.float64,
         )
-        self.most_rows = self._terms.most_rows
+        self.max_rows = self._definition.max_rows
         """Largest number of rows of a sum, up to which it is exact; more are refused."""
         self._denominators = self._per_sum(numbers)
         self._multipliers = {  # ``[...]``, by the name of the part
-            name: self._per_sum([splits[r][name] for r in numbers]) for name in self._terms.split
+            name: self._per_sum([splits[r][name] for r in numbers])
+            for name in self._definition.split
         }
 
     def _per_sum(self, numbers: Sequence[float]) -> Tensor:
-        zeros = self._terms.zeros
+        zeros = self._definition.zeros
         return zeros.new_tensor(numbers).view(zeros.shape)
 
     def start(self, state: State, active: int | None = None) -> PartialSum:
@@ -167,14 +168,20 @@ class Releaser:
         active : int, optional
             Only the first ``active`` of n owners take part; the others have finished.
         """
-        terms = self._terms if active is None else replace(self._terms, owners=active)
-        before = state_on(state, terms.device)
-        return PartialSum(terms, before, [segment.ready(before) for segment in terms.segments])
+        definition = (
+            self._definition if active is None else replace(self._definition, owners=active)
+        )
+        before = state_on(state, definition.device)
+        return PartialSum(
+            definition, before, [segment.round_state(before) for segment in definition.segments]
+        )
 
     def start_bounding(self, bounding: State) -> PartialSum:
         """Empty sums from `Mechanism.bounding_state`: rows can be added, but not released."""
-        ready = state_on(bounding, self._terms.device)
-        return PartialSum(self._terms, {}, [s.select(ready) for s in self._terms.segments])
+        round_state = state_on(bounding, self._definition.device)
+        return PartialSum(
+            self._definition, {}, [s.select(round_state) for s in self._definition.segments]
+        )
 
     def release(self, total: PartialSum, *sources: NoiseSource, missing: float = 1.0) -> Release:
         """Add noise to the sums, once, and divide.
@@ -188,27 +195,31 @@ class Releaser:
             The part of the noise's variance that the rows do not bring with them, from 0 to 1.
         """
         drawn = None if missing == 1 else partial(operator.mul, math.sqrt(missing))
-        units, noise_state = self.noised(total, sources, drawn)
+        units, noise_state = self.add_noise(total, sources, drawn)
         state: dict[str, Tensor] = {NOISE_PREFIX + k: tensor for k, tensor in noise_state.items()}
         info: dict[str, float] = {}
-        means, sides = [], self._noisy_sides(total, units)
+        means, side_scalars = [], self._noisy_scalar_means(total, units)
         for summed in total.segments:
             segment, bound = summed.segment, summed.segment.bound
-            released = self._released_segment(summed, units, sides, total.terms.active_owners)
-            new = bound.next(segment.select(total.before), summed.ready, released)
+            released = self._average_segment(
+                summed, units, side_scalars, total.definition.active_owners
+            )
+            new = bound.next(segment.select(total.state_before), summed.round_state, released)
             means.append(released.mean)
             state |= segment.named(new)
             if self._is_single:
-                info |= segment.named(bound.info(summed.ready, new, segment.layout.d))
-        return Release(total.joined(means), state, sides, info)
+                info |= segment.named(bound.info(summed.round_state, new, segment.layout.d))
+        return Release(total.join_segments(means), state, side_scalars, info)
 
-    def _noisy_sides(self, total: PartialSum, units: Mapping[str, Tensor]) -> dict[str, Number]:
+    def _noisy_scalar_means(
+        self, total: PartialSum, units: Mapping[str, Tensor]
+    ) -> dict[str, Number]:
         """Noisy means of all released scalars, by their names in the mechanism."""
-        r = self._denominators[total.terms.active_owners]
-        scalars: dict[str, Scalar] = {}
-        for segment in self._terms.segments:
+        r = self._denominators[total.definition.active_owners]
+        scalars: dict[str, ScalarRange] = {}
+        for segment in self._definition.segments:
             scalars |= segment.named(segment.bound.scalars)
-        scalars |= {side.name: side.scalar for side in self._terms.sides}
+        scalars |= {side.name: side.value_range for side in self._definition.side_scalars}
         means = {
             name: scalar.center + units[name][..., 0] * total.grids[name].unit / r
             for name, scalar in scalars.items()
@@ -216,28 +227,30 @@ class Releaser:
         }
         return {name: float(mean) if self._is_single else mean for name, mean in means.items()}
 
-    def _released_segment(
+    def _average_segment(
         self,
         summed: SegmentSum,
         units: Mapping[str, Tensor],
-        sides: Mapping[str, Number],
+        side_scalars: Mapping[str, Number],
         active_owners: slice | EllipsisType,
     ) -> Released:
         """A segment's mean in the parameters' coordinates, and other inputs of `Bound.next`."""
         segment, bound, grids = summed.segment, summed.segment.bound, summed.grids
         units, r = segment.select(units), self._denominators[active_owners][..., None]
-        bare_sums = {name: units[name] * grids[name].unit[..., None] for name in bound.bare_sums}
+        noiseless_sums = {
+            name: units[name] * grids[name].unit[..., None] for name in bound.noiseless_sums
+        }
         # The unit is a power of two, so that folding it into the divisor changes no rounding.
-        divisor = bound.divisor(bare_sums, r) / grids["sum"].unit[..., None]
-        mean = bound.restore(units["sum"].div_(divisor), summed.ready)
+        divisor = bound.divisor(noiseless_sums, r) / grids["sum"].unit[..., None]
+        mean = bound.restore(units["sum"].div_(divisor), summed.round_state)
         z = self._multipliers[segment.prefix + "sum"][active_owners][..., None]
-        return Released(mean, segment.select(sides), z, r, bare_sums)
+        return Released(mean, segment.select(side_scalars), z, r, noiseless_sums)
 
     def draw_sizes(self, total: PartialSum) -> list[int]:
         """Sizes of the draws that a release of ``total`` takes from each source, in order."""
-        return [*_noise_sizes(self._terms.split, total.grids).values()]
+        return [*_noise_sizes(self._definition.split, total.grids).values()]
 
-    def noised(
+    def add_noise(
         self,
         total: PartialSum,
         sources: Sequence[NoiseSource],
@@ -254,10 +267,10 @@ class Releaser:
         drawn_multiplier : callable, optional
             Maps a noise multiplier, or a tensor of them, to the one to draw at.
         """
-        grids, split, multipliers = total.grids, self._terms.split, self._multipliers
+        grids, split, multipliers = total.grids, self._definition.split, self._multipliers
         noise_state: NoiseState = {
             name.removeprefix(NOISE_PREFIX): tensor
-            for name, tensor in total.before.items()
+            for name, tensor in total.state_before.items()
             if name.startswith(NOISE_PREFIX)
         }
         if drawn_multiplier is not None:
@@ -271,7 +284,7 @@ class Releaser:
 
         def draws_of(age: int, number: int) -> Tensor:
             of_round = [source.at(age, number) for source in sources]
-            draws = normals(of_round, [*sizes.values()], self._terms.device)
+            draws = normals(of_round, [*sizes.values()], self._definition.device)
             return draws[0] if self._is_single else draws
 
         noise, noise_state = self.noise.combine(
@@ -281,7 +294,7 @@ class Releaser:
         if self.noise.correlated:
             noise = noise.clone()
         for name, draws in zip(sizes, noise.split([*sizes.values()], dim=-1), strict=True):
-            multiplier = multipliers[name][total.terms.active_owners]
+            multiplier = multipliers[name][total.definition.active_owners]
             std = multiplier * grids[name].radius / grids[name].unit
             draws.mul_(std[..., None]).round_()
             # In place, into the contiguous one of the two: a single owner's draws are contiguous;

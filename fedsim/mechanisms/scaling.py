@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import Bound, Shaped, State, per_row
+from fedsim.mechanisms.base import Bound, BoundedRows, State, per_row
 from fedsim.rows.norms import norms_, round_up, whiten_
 
 
@@ -19,19 +19,19 @@ class ScalingBound(Bound):
 
     @property
     def only_scales(self) -> bool:
-        """Whether `factors` is all that happens to rows; not if a subclass has its own `shape_`."""
-        return type(self).shape_ is ScalingBound.shape_
+        """Whether `factors` is all that happens to rows; not if a subclass has its own `bound_`."""
+        return type(self).bound_ is ScalingBound.bound_
 
     @abstractmethod
-    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+    def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
         """Factor of each row, from its norm; the caller lowers it if the row would leave the ball.
 
         Parameters
         ----------
         norms : Tensor ``[..., rows]``
             NaN (a non-finite row) gives NaN, and the row contributes zero.
-        ready : State
-            `Bound.ready`, for adaptive bounds.
+        round_state : State
+            `Bound.round_state`, for adaptive bounds.
         unit : Tensor or float
             Norms are in these units, and the factor is for rows in these units: extreme rows
             have been rescaled (`fedsim.rows.norms.norms_`).
@@ -44,15 +44,15 @@ class ScalingBound(Bound):
         """
         return None, None
 
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
+    def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
         """Factors of rows, in the coordinates of `whitening`."""
-        whiten_(y, *self.whitening(ready))
+        whiten_(y, *self.whitening(round_state))
         norms, unit = norms_(y)
-        return self.factors(norms, round_up(norms, y.shape[-1]), ready, y.shape[-1], unit)
+        return self.factors(norms, round_up(norms, y.shape[-1]), round_state, y.shape[-1], unit)
 
     def factors(
-        self, norms: Tensor, longest: Tensor, ready: State, d: int, unit: Tensor | float = 1.0
-    ) -> Shaped:
+        self, norms: Tensor, longest: Tensor, round_state: State, d: int, unit: Tensor | float = 1.0
+    ) -> BoundedRows:
         """Factors of rows of length ``d``, in the coordinates of `whitening`.
 
         Parameters
@@ -60,13 +60,13 @@ class ScalingBound(Bound):
         norms, longest : Tensor ``[..., rows]``
             Norms, and upper bounds on the true ones, in ``unit`` as in `scales`.
         """
-        limit = per_row(self.radius(ready, d))
+        limit = per_row(self.radius(round_state, d))
         # Even if `scales` is wrong, no row leaves the ball. NaN stays NaN.
-        factor = torch.minimum(self.scales(longest, ready, unit), limit / longest)
+        factor = torch.minimum(self.scales(longest, round_state, unit), limit / longest)
         clipped = norms * unit > limit
-        return Shaped(factor, clipped, self.sides_of(clipped))
+        return BoundedRows(factor, clipped, self.row_scalars(clipped))
 
-    def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
+    def row_scalars(self, clipped: Tensor) -> Mapping[str, Tensor]:
         """The bound's scalars of rows; ``clipped``, bool ``[..., rows]``: longer than the bound."""
         return {}
 

@@ -24,10 +24,15 @@ GRID_BITS = 30
 MAX_ROWS = 2**22
 # Grid of weighted rows without a bound. It is exact for 2^20 rows whose norms add up to at most
 # 2^36: 2^52 coarse units, and less than 2^52 fine ones.
-FREE_UNIT, FREE_BITS, FREE_ROWS, FREE_TOTAL = 2.0**-16, 32, 2**20, 2.0**36
+UNBOUNDED_UNIT, UNBOUNDED_FINE_BITS, MAX_UNBOUNDED_ROWS, MAX_NORM_TOTAL = (
+    2.0**-16,
+    32,
+    2**20,
+    2.0**36,
+)
 # A bound above this has a grid that is coarse relative to ordinary updates. If no noise hides that,
 # the remainders of the rounding are summed on a second, finer grid.
-LOOSE = 64.0
+COARSE_RADIUS = 64.0
 # Number of rows up to which adding one at a time is faster than a reduction over dimension 0.
 FEW_ROWS = 4
 
@@ -103,14 +108,14 @@ class GridSum:
         """
         if not exact:
             return cls(radius, size, rounding="rows" if noisy else "none")
-        fine = not noisy and (double or float(radius.max()) > LOOSE)
+        fine = not noisy and (double or float(radius.max()) > COARSE_RADIUS)
         return cls(radius, size, fine_bits=GRID_BITS if fine else 0)
 
     @classmethod
-    def free(cls, like: Tensor, size: int) -> GridSum:
+    def unbounded(cls, like: Tensor, size: int) -> GridSum:
         """Build the sum for weighted rows without a bound; ``like [...]`` has a radius's shape."""
         radius = torch.full_like(like, torch.inf)
-        return cls(radius, size, unit=FREE_UNIT, fine_bits=FREE_BITS)
+        return cls(radius, size, unit=UNBOUNDED_UNIT, fine_bits=UNBOUNDED_FINE_BITS)
 
     @classmethod
     def scalar(cls, like: Tensor, half: float) -> GridSum:
@@ -226,7 +231,7 @@ class GridSums:
             )
         self._rows += rows
 
-    def note(self, masks: RowMasks) -> None:
+    def count_rows(self, masks: RowMasks) -> None:
         """Add the masks of rows to the counts."""
         usable = masks.usable
         noted = torch.stack((usable, masks.rejected, masks.clipped & usable))

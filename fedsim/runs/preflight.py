@@ -66,7 +66,7 @@ def check(resolved: Resolved) -> None:
     if isinstance(strategy.server_optimizer, FlowerOptimizer):
         config = strategy.server_optimizer.client_config(resolved.trainer.initial(), ConfigRecord())
         server_numbers(resolved.trainer.algorithm, config)
-    _check_scalars(resolved, strategy.plan.bound.side_names)
+    _check_scalars(resolved, strategy.plan.bound.side_scalar_names)
     row_columns(resolved, strategy)
     for key, metric in (
         ("checkpoint.best", resolved.config.checkpoint.best),

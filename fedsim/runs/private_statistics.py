@@ -142,7 +142,7 @@ class StatisticsPlan:
         clients = self.config.partition.clients
         multiplier = plan.noise.multiplier * plan.placement.excess_noise(clients)
         split = bound.noise_multipliers(multiplier, plan.denominator, layout)
-        norm = bound.cover(layout)[0].bound.radius({}, layout.d)
+        norm = bound.segments(layout)[0].bound.radius({}, layout.d)
         sums = layout.flatten(arrays).numpy() * plan.denominator
         reader = _Reader(sums, split["sum"] * float(norm))
         for name in self.inputs:
@@ -152,9 +152,9 @@ class StatisticsPlan:
             reader.read_moments(replace(self.targets, name=name))
         if self.classes:
             reader.read_class_shares(self.classes)
-        if bound.sides:
-            (side,) = bound.sides
-            error = split[side.name] * side.scalar.half / plan.denominator
+        if bound.side_scalars:
+            (side,) = bound.side_scalars
+            error = split[side.name] * side.value_range.half / plan.denominator
             mean = float(run.metrics[-1][side.name])
             reader.estimates.append(Estimate("examples of a client", mean, error))
         return StatisticsResult(reader.estimates, reader.histograms, clients)

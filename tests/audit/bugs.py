@@ -17,7 +17,7 @@ import torch
 
 from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.mechanisms import NoiseSource, Normalization
-from fedsim.mechanisms.base import BareSum, Shaped
+from fedsim.mechanisms.base import BoundedRows, NoiselessSum
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Releaser
 from fedsim.privacy import Accountant, Entry, Event, Ledger
@@ -128,7 +128,7 @@ def _root() -> Iterator[None]:
 @bug("clip after averaging")
 @contextmanager
 def _after() -> Iterator[None]:
-    noised = Releaser.noised
+    add_noise = Releaser.add_noise
 
     def clipped(self: Releaser, total: PartialSum, *rest: Any) -> Any:
         for summed in total.segments:
@@ -136,15 +136,15 @@ def _after() -> Iterator[None]:
             norm = float(torch.linalg.vector_norm(grid.coarse * grid.unit))
             grid.coarse.mul_(min(1.0, float(self._denominators * grid.radius) / max(norm, 1e-9)))
             grid.coarse.trunc_()
-        return noised(self, total, *rest)
+        return add_noise(self, total, *rest)
 
-    def unbounded(self: Normalization, y: torch.Tensor, ready: Any) -> Shaped:
+    def unbounded(self: Normalization, y: torch.Tensor, round_state: Any) -> BoundedRows:
         norms = torch.linalg.vector_norm(y, dim=-1)
-        return Shaped(norms / norms, norms > 0, {})
+        return BoundedRows(norms / norms, norms > 0, {})
 
     with (
-        patch.object(Normalization, "shape_", unbounded),
-        patch.object(Releaser, "noised", clipped),
+        patch.object(Normalization, "bound_", unbounded),
+        patch.object(Releaser, "add_noise", clipped),
     ):
         yield
 
@@ -175,10 +175,10 @@ def _layer() -> Iterator[None]:
 @contextmanager
 def _counted() -> Iterator[None]:
     with (
-        patch.object(Normalization, "bare_sums", {"count": BareSum(unit=1.0)}),
+        patch.object(Normalization, "noiseless_sums", {"count": NoiselessSum(unit=1.0)}),
         patch.object(
             Normalization,
-            "sides_of",
+            "row_scalars",
             lambda self, clipped: {"count": torch.ones_like(clipped, dtype=torch.float64)},
         ),
         patch.object(
@@ -445,17 +445,17 @@ def _weights() -> Iterator[None]:
 @bug("each layer bounded by C")
 @contextmanager
 def _layers() -> Iterator[None]:
-    shape_ = Normalization.shape_
+    bound_ = Normalization.bound_
 
-    def layered(self: Normalization, y: torch.Tensor, ready: Any) -> Any:
+    def layered(self: Normalization, y: torch.Tensor, round_state: Any) -> Any:
         half = y.shape[-1] // 2
         for part in (y[..., :half], y[..., half:]):
-            part.mul_(shape_(self, part.clone(), ready).factor.nan_to_num()[..., None])
+            part.mul_(bound_(self, part.clone(), round_state).factor.nan_to_num()[..., None])
         bad = ~torch.isfinite(y.sum(-1))
         factor = torch.ones_like(y[..., 0]).masked_fill_(bad, torch.nan)
-        return shape_(self, y.clone(), ready)._replace(factor=factor)
+        return bound_(self, y.clone(), round_state)._replace(factor=factor)
 
-    with patch.object(Normalization, "shape_", layered):
+    with patch.object(Normalization, "bound_", layered):
         yield
 
 

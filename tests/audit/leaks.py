@@ -19,7 +19,7 @@ from flwr.app import MetricRecord
 
 from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.mechanisms import Normalization, scaling
-from fedsim.mechanisms.base import Shaped
+from fedsim.mechanisms.base import BoundedRows
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Release, Releaser
 from fedsim.mechanisms.scaling import ScalingBound
@@ -43,18 +43,18 @@ def _coarse() -> AbstractContextManager[object]:
 @contextmanager
 def units(change: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Iterator[None]:
     """Change the released sum ``[..., d]``, given the exact one and a count of calls."""
-    noised, calls = Releaser.noised, 0
+    add_noise, calls = Releaser.add_noise, 0
 
     def changed(self: Releaser, total: PartialSum, *rest: Any) -> Any:
         nonlocal calls
         exact = {name: grid.units() for name, grid in total.grids.items()}
-        released, kept = noised(self, total, *rest)
+        released, kept = add_noise(self, total, *rest)
         calls += 1
         for name, values in released.items():
             values.copy_(torch.from_numpy(change(values.numpy(), exact[name].numpy(), calls)))
         return released, kept
 
-    with patch.object(Releaser, "noised", changed):
+    with patch.object(Releaser, "add_noise", changed):
         yield
 
 
@@ -126,14 +126,14 @@ def _left_out() -> AbstractContextManager[object]:
 @contextmanager
 def bound(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Change the factors of rows, given their norms over C and the honest factors."""
-    shape_ = Normalization.shape_
+    bound_ = Normalization.bound_
 
-    def changed(self: Normalization, y: torch.Tensor, ready: Any) -> Shaped:
+    def changed(self: Normalization, y: torch.Tensor, round_state: Any) -> BoundedRows:
         lengths = torch.linalg.vector_norm(y, dim=-1) / self.clip_norm
-        shaped = shape_(self, y, ready)
+        shaped = bound_(self, y, round_state)
         return shaped._replace(factor=change(lengths, shaped.factor))
 
-    with patch.object(Normalization, "shape_", changed):
+    with patch.object(Normalization, "bound_", changed):
         yield
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.cohorts import Cohort, FullCohort
 from fedsim.mechanisms import AdaptiveNoise, Clipping, Mechanism
-from fedsim.mechanisms.base import BareSum
+from fedsim.mechanisms.base import NoiselessSum
 from fedsim.strategies import DPFedAvg
 
 
@@ -43,25 +43,25 @@ def strategies(
 class LessNoise(Clipping):
     """The noise is five times too small for the rows."""
 
-    def shape_(self, y, ready):
-        shaped = super().shape_(y, ready)
+    def bound_(self, y, round_state):
+        shaped = super().bound_(y, round_state)
         return shaped._replace(factor=5 * shaped.factor)
 
 
 class CountedTwice(Clipping):
     """A client's row enters the sum twice."""
 
-    def shape_(self, y, ready):
-        shaped = super().shape_(y, ready)
+    def bound_(self, y, round_state):
+        shaped = super().bound_(y, round_state)
         return shaped._replace(factor=2 * shaped.factor)
 
 
 class RealisedCount(Clipping):
     """The mean is over those who replied, not over those expected."""
 
-    bare_sums = {"count": BareSum(unit=1.0)}  # noqa: RUF012
+    noiseless_sums = {"count": NoiselessSum(unit=1.0)}  # noqa: RUF012
 
-    def sides_of(self, clipped):
+    def row_scalars(self, clipped):
         return {"count": torch.ones_like(clipped, dtype=torch.float64)}
 
     def divisor(self, sums, denominator):
@@ -75,7 +75,7 @@ class WeightedByExamples(RealisedCount):
     def weighting(self):
         return "num-examples"
 
-    bare_sums = {"count": BareSum(unit=2.0**-20)}  # noqa: RUF012
+    noiseless_sums = {"count": NoiselessSum(unit=2.0**-20)}  # noqa: RUF012
 
     def weights(self, weights, count, device):
         return super().weights(torch.as_tensor(weights) / 1000, count, device)

@@ -214,10 +214,10 @@ class Halving(ScalingBound):
 
     twice: float = 1.0
 
-    def scales(self, norms, ready, unit):
+    def scales(self, norms, round_state, unit):
         return clip_factor(norms, self.twice / 2, unit)
 
-    def radius(self, ready, d):
+    def radius(self, round_state, d):
         return self.twice / 2
 
 

@@ -44,15 +44,15 @@ def test_whitening_meets_adaclips_constraint_with_more_noise() -> None:
     assert noises(s) == pytest.approx((2 * 17.0, 25.0))
     for gamma in (1.0, 0.5):
         state = {"m": torch.zeros(2, dtype=torch.float64), "s": s}
-        whitening = Whitened(1.0, h2=1.0, gamma=gamma).ready(state)
-        optimal = AdaClip(1.0, h2=1.0, gamma=gamma).ready(state)
+        whitening = Whitened(1.0, h2=1.0, gamma=gamma).round_state(state)
+        optimal = AdaClip(1.0, h2=1.0, gamma=gamma).round_state(state)
         assert whitening["b"].tolist() == pytest.approx(
             [4 * (2 / gamma) ** 0.5, (2 / gamma) ** 0.5]
         )
-        for ready, total in ((whitening, 34.0), (optimal, 25.0)):
-            assert float((s / ready["b"]).square().sum()) == pytest.approx(gamma)
-            assert float(ready["b"].square().sum()) == pytest.approx(total / gamma)
-            assert torch.equal(ready["scale"], 1 / ready["b"])
+        for round_state, total in ((whitening, 34.0), (optimal, 25.0)):
+            assert float((s / round_state["b"]).square().sum()) == pytest.approx(gamma)
+            assert float(round_state["b"].square().sum()) == pytest.approx(total / gamma)
+            assert torch.equal(round_state["scale"], 1 / round_state["b"])
 
 
 def test_spread_of_the_first_gradients_is_that_of_autograds() -> None:

@@ -220,9 +220,9 @@ def test_the_ledger_line_is_on_disk_before_the_release(tmp_path: Path) -> None:
     class Watching(Clipping):
         lines: list[int] = []  # noqa: RUF012
 
-        def restore(self, w, ready):
+        def restore(self, w, round_state):
             self.lines.append(path.read_text().count('"round"'))
-            return super().restore(w, ready)
+            return super().restore(w, round_state)
 
     strategy = DPFedAvg(
         mechanism=Watching(1.0),

@@ -95,10 +95,10 @@ def test_a_users_sampler_that_draws_whom_there_cannot_be_is_refused(ids) -> None
 class Unbounded(ScalingBound):
     """Says that no row is longer than 1, and lets all of them pass."""
 
-    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+    def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
         return torch.ones_like(norms)
 
-    def radius(self, ready: State, d: int) -> float:
+    def radius(self, round_state: State, d: int) -> float:
         return 1.0
 
 

@@ -74,7 +74,7 @@ Result = tuple[Tensor, Mapping[str, Tensor], Mapping[str, Any]]
 
 
 class Implementation(Protocol):
-    """What makes the releases of a case: each a (mean, state, sides)."""
+    """What makes the releases of a case: each a (mean, state, side_scalars)."""
 
     def server(
         self, mechanism: Any, state: Any, layout: Layout, blocks: Any, z: float, source: NoiseSource
@@ -109,9 +109,11 @@ def factors(rng: np.random.Generator, lead: tuple[int, ...], dtype: torch.dtype)
     return OuterRows((LinearPart(a, b), LinearPart(c, e, bias=False)))
 
 
-def sides_of(mechanism: Any, rows: Tensor) -> dict[str, Tensor]:
+def row_scalars(mechanism: Any, rows: Tensor) -> dict[str, Tensor]:
     """Scalars that go with dense rows ``[n, d]``."""
-    return {name: rows[:, k].abs().double() * 3 for k, name in enumerate(mechanism.side_names)}
+    return {
+        name: rows[:, k].abs().double() * 3 for k, name in enumerate(mechanism.side_scalar_names)
+    }
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -124,7 +126,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
                 for way in ("server", "factors", "shares", "owners", "owners factors"):
                     if way == "shares" and name in WITHOUT_SHARES:
                         continue
-                    if way.startswith("owners") and mechanism.side_names:
+                    if way.startswith("owners") and mechanism.side_scalar_names:
                         continue
                     if name == "weighted" and way != "server":
                         continue
@@ -154,7 +156,7 @@ def released(
         if way == "shares":
             sources = [NoiseSource(np.random.default_rng([6, t, k]), t == 1) for k in range(9)]
             shares, result = implementation.shares(
-                mechanism, state, layout, (rows, sides_of(mechanism, rows)), z, sources, source
+                mechanism, state, layout, (rows, row_scalars(mechanism, rows)), z, sources, source
             )
             found.append(shares)
         else:
@@ -163,7 +165,7 @@ def released(
                 (
                     outer[part.start : part.stop,] if way == "factors" else DenseRows(rows[part]),
                     weights[part],
-                    {k: v[part] for k, v in sides_of(mechanism, rows.nan_to_num()).items()},
+                    {k: v[part] for k, v in row_scalars(mechanism, rows.nan_to_num()).items()},
                 )
                 for part in parts
             ]
@@ -208,11 +210,11 @@ def digest(found: list[Any]) -> tuple[str, list[float]]:
         if isinstance(result, Tensor):
             sha.update(result.contiguous().numpy().tobytes())
             continue
-        mean, state, sides = result
+        mean, state, side_scalars = result
         sha.update(mean.contiguous().numpy().tobytes())
         for name in sorted(state):
             if not name.endswith(".columns"):
                 sha.update(name.encode() + state[name].contiguous().numpy().tobytes())
-        for name in sorted(sides):
-            sha.update(f"{name} {float(sides[name])!r}".encode())
+        for name in sorted(side_scalars):
+            sha.update(f"{name} {float(side_scalars[name])!r}".encode())
     return sha.hexdigest(), mean.flatten()[:6].tolist()

@@ -50,7 +50,8 @@ def sources(seed: int, n: int) -> list[NoiseSource]:
 
 
 def one_round(
-    mechanism, state, rows, z, denominator, noise=None, *, layout=None, blocks=None, sides=None,
+    mechanism, state, rows, z, denominator, noise=None, *, layout=None, blocks=None,
+    side_scalars=None,
     weights=None,
 ) -> Release:  # fmt: skip
     """Of dense rows, in blocks of these sizes."""
@@ -61,14 +62,14 @@ def one_round(
         total.add(
             DenseRows(rows[part]),
             weights=None if weights is None else weights[part],
-            sides={name: values[part] for name, values in (sides or {}).items()},
+            side_scalars={name: values[part] for name, values in (side_scalars or {}).items()},
         )
         start += size
     return releasing.release(total, noise or source(0))
 
 
 def shares_of(
-    mechanism, state, rows, z, denominator, noise, *, layout=None, asked=None, sides=None
+    mechanism, state, rows, z, denominator, noise, *, layout=None, asked=None, side_scalars=None
 ):
     """What these rows' clients would send."""
     layout = layout or layout_of_rows(rows)
@@ -78,7 +79,7 @@ def shares_of(
         mechanism.bounding_state(state, layout),
         layout,
         sources=noise,
-        sides=sides,
+        side_scalars=side_scalars,
     )
 
 
@@ -87,5 +88,5 @@ def numbers_in(shares, total) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     values = {
         name: units * total.grids[name].unit for name, units in split(total, shares.units).items()
     }
-    rows = total.joined([values.pop(part.segment.prefix + "sum") for part in total.segments])
+    rows = total.join_segments([values.pop(part.segment.prefix + "sum") for part in total.segments])
     return rows, values

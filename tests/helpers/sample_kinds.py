@@ -21,10 +21,10 @@ class Bound(ScalingBound):
     clip_norm: Annotated[float, Gt(0), Doc("The largest norm.")] = 1.0
     power: Annotated[float, Ge(1), Doc("How sharp the corner is.")] = 4.0
 
-    def radius(self, ready, d):
+    def radius(self, round_state, d):
         return self.clip_norm
 
-    def scales(self, norms, ready, unit):
+    def scales(self, norms, round_state, unit):
         ratio = norms * unit / self.clip_norm
         return unit / (1 + ratio**self.power) ** (1 / self.power)
 """,

@@ -64,7 +64,7 @@ def digests_of(patch: pytest.MonkeyPatch, config: RunConfig, **objects: Any) -> 
     release = Releaser.release
 
     def watched(self, total, *args, **kwargs):
-        if total.terms.owners is None:
+        if total.definition.owners is None:
             sums.append(sha(total.state()))
         return release(self, total, *args, **kwargs)
 

@@ -44,7 +44,7 @@ def one_round(
 def test_one_step_in_closed_form() -> None:
     mechanism = AdaClip(h2=10.0, beta1=0.99, beta2=0.9)
     state = {"m": tensor(1, 1), "s": tensor(4, 1)}
-    scale, center = mechanism.whitening(mechanism.ready(state))
+    scale, center = mechanism.whitening(mechanism.round_state(state))
     assert scale is not None
     assert center is state["m"]
     b = 1 / scale
@@ -68,7 +68,7 @@ def test_without_centring_the_square_of_the_mean_counts_as_variance(clamp: str) 
     estimates = {}
     for center in (True, False):
         mechanism = AdaClip(h1=1e-9, h2=10.0, beta2=0.0, center=center, clamp=clamp)
-        b = mechanism.ready(state)["b"]
+        b = mechanism.round_state(state)["b"]
         release = one_round(mechanism, state, row, z=z, denominator=r, generator=Silent())
         # r ((g~ - m)^2 - noise): a row's variance, by which m^2 falls short of its second moment.
         variance = r * ((release.mean - state["m"]) ** 2 - (b * z / r) ** 2)

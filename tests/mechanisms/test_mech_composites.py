@@ -33,10 +33,13 @@ LAYOUT = Layout.of(
 
 
 def one_round(
-    mechanism: Mechanism, rows: Tensor, z: float = 1.0, sides: dict[str, Tensor] | None = None
+    mechanism: Mechanism,
+    rows: Tensor,
+    z: float = 1.0,
+    side_scalars: dict[str, Tensor] | None = None,
 ) -> Release:
     state = mechanism.init(LAYOUT)
-    return released(mechanism, state, rows, z, 4.0, layout=LAYOUT, sides=sides)
+    return released(mechanism, state, rows, z, 4.0, layout=LAYOUT, side_scalars=side_scalars)
 
 
 def test_every_module_is_a_layer_of_its_own() -> None:
@@ -72,7 +75,7 @@ def test_one_layer_is_the_mechanism_itself_to_the_byte() -> None:
 def test_states_and_scalars_of_layers_keep_apart() -> None:
     mechanism = PerLayer(QuantileClipping(bit_noise=10.0))
     release = one_round(mechanism, torch.randn(3, LAYOUT.d))
-    assert set(release.sides) == {"0.unclipped", "1.unclipped", "2.unclipped"}
+    assert set(release.side_scalars) == {"0.unclipped", "1.unclipped", "2.unclipped"}
     assert {"0.clip_norm", "1.clip_norm", "2.clip_norm"} <= set(release.state)
 
 
@@ -111,9 +114,9 @@ def test_a_scalar_with_infinite_noise_changes_nothing() -> None:
     rows = torch.randn(3, LAYOUT.d, generator=torch.Generator().manual_seed(0))
     plain = one_round(Clipping(0.7), rows)
     scalar = PrivateScalar(Clipping(0.7), fraction=0.0)
-    beside = one_round(scalar, rows, sides={"loss": torch.ones(3)})
+    beside = one_round(scalar, rows, side_scalars={"loss": torch.ones(3)})
     assert torch.equal(plain.mean, beside.mean)
-    assert beside.sides == {}
+    assert beside.side_scalars == {}
     assert scalar.noise_multipliers(1.3, 4.0, LAYOUT) == {"sum": 1.3, "loss": math.inf}
 
 
@@ -123,9 +126,9 @@ def test_a_scalar_is_clamped_centred_and_divided_by_the_fixed_denominator() -> N
         PrivateScalar(Clipping(1.0), name="loss", high=4.0),
         torch.zeros(5, LAYOUT.d),
         z=0.0,
-        sides={"loss": values},
+        side_scalars={"loss": values},
     )
-    assert release.sides["loss"] == pytest.approx(2 + ((1 - 2) + 2 - 2 + 0 + 2) / 4)
+    assert release.side_scalars["loss"] == pytest.approx(2 + ((1 - 2) + 2 - 2 + 0 + 2) / 4)
 
 
 def test_a_missing_scalar_is_named() -> None:
@@ -137,6 +140,6 @@ def test_two_scalars_nest() -> None:
     mechanism = PrivateScalar(PrivateScalar(Clipping(1.0), "loss"), "accuracy", fraction=0.5)
     split = mechanism.noise_multipliers(1.0, 4.0, LAYOUT)
     assert sum(z**-2 for z in split.values()) == pytest.approx(1.0)
-    sides = {"loss": torch.zeros(2), "accuracy": torch.ones(2)}
-    release = one_round(mechanism, torch.zeros(2, LAYOUT.d), z=0.0, sides=sides)
-    assert release.sides == {"loss": 0.25, "accuracy": 0.75}
+    side_scalars = {"loss": torch.zeros(2), "accuracy": torch.ones(2)}
+    release = one_round(mechanism, torch.zeros(2, LAYOUT.d), z=0.0, side_scalars=side_scalars)
+    assert release.side_scalars == {"loss": 0.25, "accuracy": 0.75}

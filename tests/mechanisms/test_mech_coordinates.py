@@ -34,7 +34,7 @@ def one_round(
 
 
 def noise_shape(mechanism: AdaptiveNoise, state: State) -> Tensor:
-    return mechanism.ready(state)["shape"]
+    return mechanism.round_state(state)["shape"]
 
 
 def test_xus_worked_numbers() -> None:

@@ -67,8 +67,8 @@ def layout_of(d: int, dtype: torch.dtype = torch.float32) -> Layout:
     )
 
 
-def sides_of(mechanism: Mechanism, rows: Tensor) -> dict[str, Tensor]:
-    return {name: rows[:, 0].abs().double() for name in mechanism.side_names}
+def row_scalars(mechanism: Mechanism, rows: Tensor) -> dict[str, Tensor]:
+    return {name: rows[:, 0].abs().double() for name in mechanism.side_scalar_names}
 
 
 def one_round(
@@ -83,7 +83,7 @@ def one_round(
 ) -> Release:
     return released(
         mechanism, state, rows, z, denominator, source(seed), blocks=splits,
-        layout=layout_of(rows.shape[1], rows.dtype), sides=sides_of(mechanism, rows),
+        layout=layout_of(rows.shape[1], rows.dtype), side_scalars=row_scalars(mechanism, rows),
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def in_the_ball(mechanism: Mechanism, state: State, rows: Tensor) -> Tensor:
     layout = layout_of(rows.shape[1])
     shares = shares_of(
         mechanism, state, rows, 0.0, 10.0, sources(0, len(rows)), layout=layout,
-        sides=sides_of(mechanism, rows),
+        side_scalars=row_scalars(mechanism, rows),
     )  # fmt: skip
     return numbers_in(shares, releaser(mechanism, layout, 0.0, 10.0).start(state))[0]
 
@@ -113,7 +113,7 @@ def ball_bounds(mechanism: Mechanism, state: State, layout: Layout) -> list[tupl
             part.columns[0] if part.columns else slice(0, layout.d),
             part.bound.sensitivity(part.select(state), part.layout),
         )
-        for part in mechanism.cover(layout)
+        for part in mechanism.segments(layout)
     ]
 
 
@@ -163,7 +163,7 @@ def test_a_release_has_the_same_bytes_for_any_order_and_blocking(
     for splits in ((23,), (1, 22), (5, 5, 5, 5, 3)):
         again = one_round(mechanism, state, rows[order], z=z, splits=splits)
         assert once.mean.numpy().tobytes() == again.mean.numpy().tobytes()
-        assert once.sides == again.sides
+        assert once.side_scalars == again.side_scalars
         for name, tensor in once.state.items():
             assert tensor.numpy().tobytes() == again.state[name].numpy().tobytes()
 
@@ -215,9 +215,9 @@ def test_a_non_finite_row_contributes_to_no_sum(mechanism: Mechanism) -> None:
     )
     a, b = (one_round(mechanism, state, each) for each in (rows, with_bad))
     assert torch.equal(a.mean, b.mean)
-    assert a.sides == b.sides
+    assert a.side_scalars == b.side_scalars
     total = releaser(mechanism, layout).start(state)
-    usable = total.add(DenseRows(with_bad), sides=sides_of(mechanism, with_bad))
+    usable = total.add(DenseRows(with_bad), side_scalars=row_scalars(mechanism, with_bad))
     assert usable.tolist() == [True] * 4 + [False] * 2
     assert (total.count, total.rejected) == (4, 2)
 
@@ -230,12 +230,12 @@ def test_a_masked_row_contributes_to_no_sum(mechanism: Mechanism) -> None:
     releasing = releaser(mechanism, layout, 1.0, 10.0)
     total = releasing.start(state)
     mask = np.array([True, False, True, True])
-    total.add(DenseRows(rows), weights=mask, sides=sides_of(mechanism, rows))
+    total.add(DenseRows(rows), weights=mask, side_scalars=row_scalars(mechanism, rows))
     masked = releasing.release(total, source(0))
     without = one_round(mechanism, state, rows[[0, 2, 3]], seed=0)
     assert total.count == 3
     assert torch.equal(masked.mean, without.mean)
-    assert masked.sides == without.sides
+    assert masked.side_scalars == without.side_scalars
 
 
 @EVERY
@@ -249,7 +249,7 @@ def expected_std(mechanism: Mechanism, state: State, layout: Layout, z: float) -
     """Standard deviation of the released sum's noise in each coordinate."""
     split = mechanism.noise_multipliers(z, 10.0, layout)
     out = torch.empty(layout.d, dtype=torch.float64)
-    for part in mechanism.cover(layout):
+    for part in mechanism.segments(layout):
         columns = part.columns[0] if part.columns else slice(0, layout.d)
         shape = shape_of(part.bound, part.select(state), part.layout.d)
         out[columns] = shape * split[part.prefix + "sum"]
@@ -281,12 +281,12 @@ def test_noise_has_the_stated_variance_wherever_it_is_drawn(
     total = releasing.start(state)
     arrived = {"server": asked, "client": asked, "client with drop-outs": 4, "empty": 0}[placement]
     if placement == "server":
-        total.add(DenseRows(rows), sides=sides_of(mechanism, rows))
+        total.add(DenseRows(rows), side_scalars=row_scalars(mechanism, rows))
     elif arrived:
         add_shares(total, 
             shares_of(
                 mechanism, state, rows[:arrived], z, 10.0, sources(3, arrived), layout=layout,
-                asked=asked, sides=sides_of(mechanism, rows[:arrived]),
+                asked=asked, side_scalars=row_scalars(mechanism, rows[:arrived]),
             )
         )  # fmt: skip
     release = releasing.release(
@@ -297,31 +297,34 @@ def test_noise_has_the_stated_variance_wherever_it_is_drawn(
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], d)
     assert low < float(np.sum(residual**2)) < high
     assert stats.kstest(residual, "norm").pvalue > 1e-4
-    for name, value in release.sides.items():
+    for name, value in release.side_scalars.items():
         bit = mechanism.noise_multipliers(z, 10.0, layout)[name]
         half = mechanism.high / 2 if isinstance(mechanism, PrivateScalar) else 0.5
-        assert abs(value - clean.sides[name]) < 6 * bit * half / 10
+        assert abs(value - clean.side_scalars[name]) < 6 * bit * half / 10
 
 
 def test_a_scalars_noise_has_the_stated_variance_on_both_placements() -> None:
     mechanism, z, n = PrivateScalar(Clipping(1.0), high=4.0, fraction=0.3), 1.1, 5
     rows = torch.zeros(n, 3)
-    sides = {"loss": torch.linspace(-1, 6, n)}
-    clean = 2 + (sides["loss"].clamp(0, 4) - 2).sum().item() / 8
+    side_scalars = {"loss": torch.linspace(-1, 6, n)}
+    clean = 2 + (side_scalars["loss"].clamp(0, 4) - 2).sum().item() / 8
     releasing = releaser(mechanism, Layout.of({"w": rows[0]}), z, 8.0)
     found: dict[str, list[float]] = {"server": [], "client": []}
     for t in range(300):
         for placement, values in found.items():
             total = releasing.start({})
             if placement == "server":
-                total.add(DenseRows(rows), sides=sides)
+                total.add(DenseRows(rows), side_scalars=side_scalars)
             else:
                 add_shares(
-                    total, shares_of(mechanism, {}, rows, z, 8.0, sources(t, n), sides=sides)
+                    total,
+                    shares_of(
+                        mechanism, {}, rows, z, 8.0, sources(t, n), side_scalars=side_scalars
+                    ),
                 )
             missing = 1 if placement == "server" else missing_share(n, total.count)
             release = releasing.release(total, source(1, t), missing=missing)
-            values.append((release.sides["loss"] - clean) * 8 / (z / 0.3**0.5 * 2))
+            values.append((release.side_scalars["loss"] - clean) * 8 / (z / 0.3**0.5 * 2))
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], 300)
     assert all(low < float(np.sum(np.square(values))) < high for values in found.values())
     assert stats.ks_2samp(found["server"], found["client"]).pvalue > 1e-4
@@ -355,4 +358,4 @@ def test_a_release_shows_what_was_declared_before_the_first(mechanism: Mechanism
     layout = layout_of(12)
     for rounds in (0, 2):
         release = one_round(mechanism, state_after(mechanism, layout, rounds), torch.ones(3, 12))
-        assert {*release.info, *release.sides} == set(mechanism.shown(layout))
+        assert {*release.info, *release.side_scalars} == set(mechanism.shown(layout))

@@ -25,15 +25,15 @@ class OneReleaser:
     def server(self, mechanism, state, layout, blocks, z, source):
         releaser = Releaser(plan_of(mechanism, Independent(z), 7.0), layout)
         total = releaser.start(state)
-        for rows, weights, sides in blocks:
-            total.add(rows, weights=weights, sides=sides)
+        for rows, weights, side_scalars in blocks:
+            total.add(rows, weights=weights, side_scalars=side_scalars)
         release = releaser.release(total, source)
         shown = {f"info.{name}": value for name, value in release.info.items()}
         counts = {"count": total.count}
-        return release.mean, release.state, {**release.sides, **shown, **counts}
+        return release.mean, release.state, {**release.side_scalars, **shown, **counts}
 
     def shares(self, mechanism, state, layout, block, z, sources, server):
-        rows, sides = block
+        rows, side_scalars = block
         noise = Independent(z)
         sent = make_shares(
             ShareRequest(mechanism, noise, 7.0, 10),
@@ -41,7 +41,7 @@ class OneReleaser:
             mechanism.bounding_state(state, layout),
             layout,
             sources=sources,
-            sides=sides,
+            side_scalars=side_scalars,
         )
         releaser = Releaser(plan_of(mechanism, noise, 7.0), layout)
         total = releaser.start(state)
@@ -51,7 +51,7 @@ class OneReleaser:
         rows, scalars = numbers_in(replace(sent, units=sent.units[sent.usable]), total)
         parts = [rows, sent.usable.double(), *scalars.values()]
         flat = torch.cat([values.flatten() for values in parts])
-        return flat, (release.mean, release.state, {**release.sides, **counts})
+        return flat, (release.mean, release.state, {**release.side_scalars, **counts})
 
     def owners(self, mechanism, layout, z, rounds):
         state = {k: v.expand(4, *v.shape) for k, v in mechanism.init(layout).items()}

@@ -71,7 +71,7 @@ def hostile(rng: np.random.Generator, count: int, d: int, dtype: torch.dtype) ->
 
 def release_of(case, cuts, rng):
     """One round, its rows in blocks that end at ``cuts``, their sums merged in a random tree."""
-    releaser, state, rows, weights, sides, server_round = case
+    releaser, state, rows, weights, side_scalars, server_round = case
     sums = []
     for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         total = releaser.start(state)
@@ -79,7 +79,7 @@ def release_of(case, cuts, rng):
         total.add(
             DenseRows(rows[block]),
             weights=weights[block],
-            sides={name: values[block] for name, values in sides.items()},
+            side_scalars={name: values[block] for name, values in side_scalars.items()},
         )
         sums.append(total)
     while len(sums) > 1:
@@ -96,7 +96,7 @@ def same_bytes(first, second) -> bool:
     return (
         all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in pairs)
         and first.state.keys() == second.state.keys()
-        and (first.info, first.sides) == (second.info, second.sides)
+        and (first.info, first.side_scalars) == (second.info, second.side_scalars)
     )
 
 
@@ -117,10 +117,11 @@ def test_blocks_and_trees_change_no_byte_of_three_rounds_of_hostile_rows(mechani
             weights = rng.integers(0, 2, count).astype(np.float64)
             if mechanism.weighting == "num-examples":
                 weights *= rng.integers(1, 50, count)
-            sides = {
-                name: rng.choice([np.nan, -1.0, 0.5, 1e300], count) for name in mechanism.side_names
+            side_scalars = {
+                name: rng.choice([np.nan, -1.0, 0.5, 1e300], count)
+                for name in mechanism.side_scalar_names
             }
-            case = releaser, state, rows, weights, sides, server_round
+            case = releaser, state, rows, weights, side_scalars, server_round
             once, counts = release_of(case, [], rng)
             cuts = np.sort(rng.integers(0, count + 1, 4)).tolist()
             again, counted = release_of(case, cuts, rng)
@@ -136,7 +137,7 @@ def test_shares_of_hostile_rows_are_the_same_in_any_blocks(mechanism):
     layout = Layout.of({k: torch.zeros(v) for k, v in SHAPES[1].items()})
     state, n = mechanism.init(layout), 11
     rows = hostile(rng, n, layout.d, torch.float32)
-    sides = {name: torch.from_numpy(rng.random(n)) for name in mechanism.side_names}
+    side_scalars = {name: torch.from_numpy(rng.random(n)) for name in mechanism.side_scalar_names}
     bounding = mechanism.bounding_state(state, layout)
 
     def made(members: slice):
@@ -149,7 +150,7 @@ def test_shares_of_hostile_rows_are_the_same_in_any_blocks(mechanism):
                 NoiseSource(Randomness(5, "x").generator(Purpose.SHARE, level="client", client=k))
                 for k in range(n)[members]
             ],
-            sides={name: values[members] for name, values in sides.items()},
+            side_scalars={name: values[members] for name, values in side_scalars.items()},
         )
 
     everybody = made(slice(None))
@@ -166,9 +167,9 @@ def test_a_round_whose_rows_are_all_rejected_is_that_of_nobody(mechanism):
     releaser = Releaser(plan_of(mechanism, noise, 9.0), layout)
     state, rng = mechanism.init(layout), np.random.default_rng(0)
     rows = torch.full((6, layout.d), torch.nan)
-    sides = {name: np.ones(6) for name in mechanism.side_names}
-    rejected, counts = release_of((releaser, state, rows, np.ones(6), sides, 1), [2, 2], rng)
-    none = {name: np.ones(0) for name in mechanism.side_names}
+    side_scalars = {name: np.ones(6) for name in mechanism.side_scalar_names}
+    rejected, counts = release_of((releaser, state, rows, np.ones(6), side_scalars, 1), [2, 2], rng)
+    none = {name: np.ones(0) for name in mechanism.side_scalar_names}
     nobody, _ = release_of((releaser, state, rows[:0], np.ones(0), none, 1), [], rng)
     assert counts == (0, 6, 0)
     assert same_bytes(rejected, nobody)

@@ -52,10 +52,10 @@ def test_the_tutorials_bound_keeps_every_row_in_the_ball(size):
 def test_the_tutorials_bound_goes_wherever_clipping_does():
     rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(1))
     for mechanism in (SmoothClipping(1.0), PrivateScalar(PerLayer(SmoothClipping(1.0)))):
-        sides = dict.fromkeys(mechanism.side_names, torch.ones(6))
-        release = one_round(mechanism, {}, rows, 1.0, 6.0, sides=sides)
+        side_scalars = dict.fromkeys(mechanism.side_scalar_names, torch.ones(6))
+        release = one_round(mechanism, {}, rows, 1.0, 6.0, side_scalars=side_scalars)
         assert bool(torch.isfinite(release.mean).all())
-        shares = shares_of(mechanism, {}, rows, 1.0, 6.0, sources(0, 6), sides=sides)
+        shares = shares_of(mechanism, {}, rows, 1.0, 6.0, sources(0, 6), side_scalars=side_scalars)
         assert shares.usable.all()
     trainer = Trainer(
         make_mlp(12, 5), SGD(lr=0.1), make_data([9, 4, 7], features=12), batch_size=3,

@@ -50,17 +50,17 @@ def rows_of(seed: int, n: int) -> Tensor:
 
 
 def given_with(mechanism, rows):
-    sides = {name: rows[:, 1].nan_to_num().double() for name in mechanism.side_names}
+    side_scalars = {name: rows[:, 1].nan_to_num().double() for name in mechanism.side_scalar_names}
     weighted = mechanism.weighting == "num-examples"
-    return sides, torch.arange(len(rows)) % 7 * (40.0 if weighted else 1 / 8)
+    return side_scalars, torch.arange(len(rows)) % 7 * (40.0 if weighted else 1 / 8)
 
 
 def add(total, mechanism, rows, index):
-    sides, weights = given_with(mechanism, rows)
+    side_scalars, weights = given_with(mechanism, rows)
     total.add(
         DenseRows(rows[index]),
         weights=weights[index],
-        sides={name: values[index] for name, values in sides.items()},
+        side_scalars={name: values[index] for name, values in side_scalars.items()},
     )
 
 
@@ -102,7 +102,7 @@ def test_partial_sums_merge_to_the_bytes_of_one_sum_in_any_order_and_tree(
     assert counts[0] == counts[1]
     once, again = (releasing.release(total, source(1)) for total in (whole, merged))
     assert once.mean.numpy().tobytes() == again.mean.numpy().tobytes()
-    assert once.sides == again.sides
+    assert once.side_scalars == again.side_scalars
     assert all(torch.equal(once.state[name], again.state[name]) for name in once.state)
 
 
@@ -215,7 +215,7 @@ def test_noise_that_is_correlated_over_rounds_is_a_value_and_touches_nothing_els
         for t in range(5):
             rows = torch.randn(6, d, generator=torch.Generator().manual_seed(t))
             total = releasing.start(state)
-            total.add(DenseRows(rows), sides={"loss": torch.linspace(0, 1, 6)})
+            total.add(DenseRows(rows), side_scalars={"loss": torch.linspace(0, 1, 6)})
             exact = total.grids["sum"].value()
             release = releasing.release(total, source(9, t))
             state = release.state

@@ -52,17 +52,17 @@ def test_one_step_in_closed_form() -> None:
     state = mechanism.init(Layout.of({"w": torch.empty(3)}))
     rows = rows_of_norms(np.array([0.5, 0.7, 0.9, 2.0]))
     release = one_round(mechanism, state, rows, 0.0, 4.0)
-    assert release.sides["unclipped"] == 0.75
+    assert release.side_scalars["unclipped"] == 0.75
     assert float(release.state["clip_norm"]) == pytest.approx(np.exp(-0.2 * 0.25))
     # A fixed denominator: four rows of an expected eight pull half as far.
-    assert one_round(mechanism, state, rows, 0.0, 8.0).sides["unclipped"] == 0.625
+    assert one_round(mechanism, state, rows, 0.0, 8.0).side_scalars["unclipped"] == 0.625
 
 
 def test_a_row_of_norm_exactly_c_counts_as_unclipped() -> None:
     mechanism = QuantileClipping(initial_clip_norm=5.0)
     state = mechanism.init(Layout.of({"w": torch.empty(2)}))
     release = one_round(mechanism, state, torch.tensor([[3.0, 4.0]]), 0.0, 1.0)
-    assert release.sides["unclipped"] == 1.0
+    assert release.side_scalars["unclipped"] == 1.0
 
 
 def test_noise_uses_the_c_that_rows_were_clipped_at() -> None:
@@ -86,7 +86,7 @@ def test_the_bits_noise_has_its_stated_deviation_and_the_vector_the_rest() -> No
     assert split["sum"] == pytest.approx((z**-2 - (2 * sigma_b) ** -2) ** -0.5)
     state = mechanism.init(Layout.of({"w": torch.empty(1)}))
     bits = [
-        one_round(mechanism, state, torch.empty(0, 1), z, r, t).sides["unclipped"]
+        one_round(mechanism, state, torch.empty(0, 1), z, r, t).side_scalars["unclipped"]
         for t in range(400)
     ]
     squares = np.sum(((np.array(bits) - 0.5) * r / sigma_b) ** 2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip, Clipping, Normalization, NormBound
-from fedsim.mechanisms.base import Shaped, State
+from fedsim.mechanisms.base import BoundedRows, State
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 
@@ -108,7 +108,9 @@ def test_rows_within_c_pass_clipping_unchanged() -> None:
 def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingBound) -> None:
     block = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     norms = torch.linalg.vector_norm(block, dim=2)
-    factors = mechanism.scales(norms, mechanism.ready(mechanism.init(layout_of_rows(block))), 1.0)
+    factors = mechanism.scales(
+        norms, mechanism.round_state(mechanism.init(layout_of_rows(block))), 1.0
+    )
     assert factors.shape == (6, 4)
     by_scale = (block * factors[..., None]).reshape(24, 5)
     torch.testing.assert_close(by_scale, mechanism.bound(block.reshape(24, 5)), atol=4e-9, rtol=0)
@@ -153,14 +155,14 @@ def test_the_scale_of_a_non_finite_row_is_nan_and_of_a_zero_row_finite(
 class Halved(Clipping):
     """Does more to a row than clipping, in its own way."""
 
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
-        shaped = super().shape_(y, ready)
+    def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
+        shaped = super().bound_(y, round_state)
         return shaped._replace(factor=shaped.factor / 2)
 
 
 class Half:
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
-        shaped = super().shape_(y, ready)
+    def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
+        shaped = super().bound_(y, round_state)
         return shaped._replace(factor=shaped.factor / 2)
 
 
@@ -206,10 +208,10 @@ def test_a_sum_of_rows_of_any_length_is_that_of_the_bounded_rows(
 class AsWideAsRows(ScalingBound):
     """Rows of any length up to the root of their width."""
 
-    def radius(self, ready: State, d: int) -> float:
+    def radius(self, round_state: State, d: int) -> float:
         return d**0.5
 
-    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+    def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
         return torch.ones_like(norms) * unit
 
 

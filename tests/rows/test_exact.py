@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.rows.exact import FREE_UNIT, MAX_ROWS, GridSum, GridSums
+from fedsim.rows.exact import MAX_ROWS, UNBOUNDED_UNIT, GridSum, GridSums
 
 
 def tensor(*values: float) -> Tensor:
@@ -54,9 +54,9 @@ def test_what_a_float64_row_loses_to_the_coarse_grid_is_kept_where_no_noise_is_a
 
 
 def test_a_free_sum_keeps_small_and_large_rows_apart() -> None:
-    free = GridSum.free(torch.zeros((), dtype=torch.float64), 2)
+    free = GridSum.unbounded(torch.zeros((), dtype=torch.float64), 2)
     rows = torch.stack([tensor(1e6, 2.0**-40), tensor(-1e6, 2.0**-41)])
-    free.add_(rows / FREE_UNIT)
+    free.add_(rows / UNBOUNDED_UNIT)
     assert free.value().tolist() == [0.0, 1.5 * 2.0**-40]
 
 

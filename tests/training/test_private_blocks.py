@@ -29,7 +29,7 @@ from fedsim.mechanisms import (
     Release,
     Releaser,
 )
-from fedsim.mechanisms.base import Shaped
+from fedsim.mechanisms.base import BoundedRows
 from fedsim.privacy import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
@@ -45,14 +45,14 @@ class Largest(Bound):
 
     clip_norm: float
 
-    def radius(self, ready, d):
+    def radius(self, round_state, d):
         return self.clip_norm
 
-    def shape_(self, y, ready):
+    def bound_(self, y, round_state):
         most = y.abs().amax(-1)
         factor = self.clip_norm / y.shape[-1] ** 0.5 / most * (1 - 2.0**-40)
         factor = factor.clamp(max=1.0).masked_fill(~most.isfinite(), torch.nan)
-        return Shaped(factor, factor < 1, {})
+        return BoundedRows(factor, factor < 1, {})
 
 
 # A client without data, one that leaves a step's second chunk empty, and several sizes.
@@ -285,7 +285,7 @@ def test_clients_of_one_block_may_be_in_either_phase():
         block.begin()
         block.add(DenseRows(rows[own]), ones[own], [6] * len(own))
         made.append((block.release([sources(4)[k] for k in own]), block.state["mean_square"]))
-    assert mechanism.ready(state)["adaptive"].flatten().tolist() == [False, True, False, True]
+    assert mechanism.round_state(state)["adaptive"].flatten().tolist() == [False, True, False, True]
     for together, apart in zip(made[0], zip(*made[1:], strict=True), strict=True):
         assert torch.equal(together, torch.cat(apart))
 

@@ -75,7 +75,7 @@ class ShareSum(ServerSum):
                 share_source(randomness, number, client, hardened=hardened)
                 for client in block.client_ids.tolist()
             ],
-            sides=self.summing.sides(block),
+            side_scalars=self.summing.side_scalars(block),
         )
 
 
@@ -130,14 +130,14 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
     asked : int
         Number of clients asked in this round: each adds noise of variance ``z^2 C^2 / asked``.
     """
-    device = total.terms.device
+    device = total.definition.device
     masks = RowMasks(shares.usable.shape, device)
     masks.usable &= shares.usable.to(device)
     parts = split(total, shares.units.to(device))
     for name, vectors in parts.items():
         grid, root = total.grids[name], math.sqrt(vectors.shape[1])
         radius = grid.radius / grid.unit
-        std = radius * share_multiplier(total.terms.split[name], asked)
+        std = radius * share_multiplier(total.definition.split[name], asked)
         # One unit more, since noise is rounded to the grid. `<=` is False for NaN, as it must be.
         entry = radius + std * FARTHEST + 1
         norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + root
@@ -147,5 +147,5 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
     for name, vectors in parts.items():
         total.grids[name].add_(vectors[masks.usable])
     masks.rejected |= ~masks.usable
-    total.note(masks)
+    total.count_rows(masks)
     return masks.usable

@@ -80,7 +80,7 @@ def split(total: PartialSum, vector: Tensor) -> dict[str, Tensor]:
 
 def share_sizes(total: PartialSum) -> dict[str, int]:
     """Number of a share's entries that enter each sum, sorted by its name."""
-    multipliers = total.terms.split
+    multipliers = total.definition.split
     names = (name for name in sorted(total.grids) if multipliers[name] < math.inf)
     return {name: total.grids[name].coarse.shape[-1] for name in names}
 
@@ -170,7 +170,7 @@ def make_shares(
     layout: Layout,
     *,
     sources: Sequence[NoiseSource],
-    sides: Mapping[str, Weights] | None = None,
+    side_scalars: Mapping[str, Weights] | None = None,
 ) -> Shares:
     """Bound and noise the rows of n clients, on the clients' side.
 
@@ -200,11 +200,13 @@ def make_shares(
         {name: tensor.expand(n, *tensor.shape) for name, tensor in bounding.items()}
     )
     masks = RowMasks((n, 1), block.device)
-    columns = {name: torch.as_tensor(values)[:, None] for name, values in (sides or {}).items()}
+    columns = {
+        name: torch.as_tensor(values)[:, None] for name, values in (side_scalars or {}).items()
+    }
     weights = torch.ones(n, 1, dtype=torch.float64, device=block.device)
-    total.add_owners(DenseRows(block[:, None]), weights, [1] * n, sides=columns, masks=masks)
+    total.add_owners(DenseRows(block[:, None]), weights, [1] * n, side_scalars=columns, masks=masks)
     _require_bounded(total)
-    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.parts))
+    units, _ = releaser.add_noise(total, sources, lambda z: share_multiplier(z, request.parts))
     vectors = torch.cat([units[name] for name in share_sizes(total)], dim=1)
     return Shares(vectors, masks.usable[:, 0])
 
@@ -295,5 +297,5 @@ def share_for_message(
         message.content.array_records[STATE_RECORD].to_torch_state_dict(),
         layout,
         sources=[share_source(keyed, number, client, hardened=request.noise.hardened)],
-        sides={name: np.array([reported[name]]) for name in mechanism.side_names},
+        side_scalars={name: np.array([reported[name]]) for name in mechanism.side_scalar_names},
     )

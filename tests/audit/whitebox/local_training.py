@@ -126,7 +126,7 @@ class TrainerTarget(Target):
     @cached_property
     def model(self) -> nn.Module:
         """Linear model with one weight for each input, in layers if the bound is per layer."""
-        layered = len(self.mechanism.cover(Layout.of(parameters(D)))) > 1
+        layered = len(self.mechanism.segments(Layout.of(parameters(D)))) > 1
         sizes = [columns.stop - columns.start for columns in self.columns]
         return LinearLayers(sizes) if layered else nn.Sequential(linear_layer(self.layout.d))
 

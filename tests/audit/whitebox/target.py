@@ -138,7 +138,7 @@ class Target(ABC):
     @property
     def sides(self) -> tuple[str, ...]:
         """Names of scalars that clients report and that are released in addition to updates."""
-        return self.mechanism.side_names
+        return self.mechanism.side_scalar_names
 
     @cached_property
     def event(self) -> Event:

@@ -327,7 +327,7 @@ def test_noise_multipliers_of_shares_on_a_gpu_are_computed_on_the_cpu(monkeypatc
         plans = [plan_of(Clipping(1.0), Independent(1.0), 1.0)] * 2
         releaser = Releaser(plans, Layout.of({"w": torch.zeros(5)}), device="cuda")
         noise = [source(1), source(2)]
-        units, _ = releaser.noised(releaser.start({}), noise, drawn_multiplier)
+        units, _ = releaser.add_noise(releaser.start({}), noise, drawn_multiplier)
     assert units["sum"].device.type == "cuda"
 
 

@@ -284,7 +284,7 @@ class SecureSum(ShareSum):
             grid = sums.grids[name]
             radius, unit = float(grid.radius), float(grid.unit)
             # A mask that was not removed is uniform over 2^64 grid units, beyond any honest sum.
-            std = radius * share_multiplier(sums.terms.split[name], self.parts)
+            std = radius * share_multiplier(sums.definition.split[name], self.parts)
             limit = radius * count + FARTHEST * std * math.sqrt(count)
             if float(vector.abs().max()) * unit > limit:
                 raise FedsimError("it is larger than so many bounded shares can be.")
@@ -295,8 +295,8 @@ class SecureSum(ShareSum):
 def _count(total: PartialSum, shares: int) -> Tensor:
     """Count ``shares`` more shares, all of them in the sum."""
     total.expect(shares)
-    masks = RowMasks((shares,), total.terms.device)
-    total.note(masks)
+    masks = RowMasks((shares,), total.definition.device)
+    total.count_rows(masks)
     return masks.usable
 
 
