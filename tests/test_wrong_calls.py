@@ -313,7 +313,7 @@ WRONG = [
     ("privacy.Ledger(3)", "path"),
     ("privacy.Ledger(delta='x')", "delta"),
     ("privacy.Ledger(max_epsilon='x')", "max_epsilon"),
-    ("privacy.Ledger(declared=3)", "declared"),
+    ("privacy.Ledger(declared_event=3)", "declared_event"),
     ("privacy.Ledger.read(3)", "path"),
     ("Randomness('x')", "seed"),
     ("Randomness(-1)", "seed"),

@@ -48,7 +48,7 @@ class ChargedNode:
         moved = {key: trained[key].numpy() - sent[key].numpy() for key in sent}
         norm = np.sqrt(sum(np.square(move).sum() for move in moved.values()))
         scale = min(1.0, self.plan.bound.clip_norm / max(norm, 1e-12))
-        with self.ledger.release(self.plan, self.ledger.rounds_made + 1, "client"):
+        with self.ledger.release(self.plan, self.ledger.last_round + 1, "client"):
             draws = np.random.default_rng()  # seeded by the system
             noisy = {
                 key: sent[key].numpy() + scale * move + self.std * draws.standard_normal(move.shape)

@@ -29,7 +29,7 @@ from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Adjacency, Event
 from fedsim.privacy.laws import declared_population
 from fedsim.privacy.noise import Correlated
-from fedsim.privacy.plan import ReleasePlan, of_user
+from fedsim.privacy.plan import ReleasePlan, is_user_code
 from fedsim.rows import Layout
 from fedsim.runs import factories
 from fedsim.runs.preflight import check
@@ -201,7 +201,7 @@ def _smaller_sampler(sampler: Any) -> Any:
     """The sampler with `MAX_CLIENTS` clients at the same rate, if its fields say how."""
     names = {field.name for field in fields(sampler)} if is_dataclass(sampler) else set()
     few = declared_population(sampler) <= MAX_CLIENTS
-    if few or of_user(sampler) or "population" not in names:
+    if few or is_user_code(sampler) or "population" not in names:
         return sampler
     size = {"size": max(1, round(sampler.rate * MAX_CLIENTS))} if "size" in names else {}
     return replace(sampler, population=MAX_CLIENTS, **size)

@@ -268,8 +268,8 @@ def _over_table(question: Question, key: str, answers: list[Answer]) -> Table:
 
 def _history_table(statement: Statement) -> Table:
     """Table of epsilon over rounds, in about ten steps."""
-    entries, delta = statement.charged, statement.delta
-    table = Table(title=f"{statement.words} at delta = {delta:g}")
+    entries, delta = statement.entries, statement.delta
+    table = Table(title=f"{statement.epsilon_label} at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
         table.add_column(name, justify="right")
     every, history = max(1, math.ceil(len(entries) / 10)), History()

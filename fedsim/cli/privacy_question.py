@@ -20,7 +20,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, Event, Ledger, Question
 from fedsim.privacy.assumptions import DECLARED_SENTENCES, large_delta
 from fedsim.privacy.events import law_named, simple_laws
-from fedsim.privacy.plan import of_user
+from fedsim.privacy.plan import is_user_code
 from fedsim.runs.run_ledgers import RunLedgers, delta_of, node_ledgers
 from fedsim.synonyms import closest
 
@@ -92,8 +92,8 @@ def _config_source(config: RunConfig) -> Source:
     declared = set[str]()
     if config.private:
         plan = uncalibrated_plan(config, config.mechanism.make())
-        declared = {*plan.declared}
-    if config.client.private and of_user(config.client.mechanism.make()):
+        declared = {*plan.user_parts}
+    if config.client.private and is_user_code(config.client.mechanism.make()):
         declared.add("bound")
     question, smallest = _config_question(config)
     return Source(
@@ -123,7 +123,7 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
     """Question about more rounds like the ledger's last one."""
     question = Question(delta=delta, level=ledger.level)
     statement = ledger.statement(delta) if ledger.entries else None
-    charged = () if statement is None else statement.charged
+    charged = () if statement is None else statement.entries
     # An event of count 0 is of a round that an earlier charge (a whole plan) covers.
     rounds = (e for e in reversed(charged) if e.kind == "release" and e.event.count)
     last = next(rounds, None)
@@ -137,7 +137,7 @@ def _further_rounds(ledger: Ledger, delta: float) -> Question:
         invocations=max(last.event.count // covered, 1),
         noise_multiplier=last.event.total_noise_multiplier,
         past=tuple(entry.event for entry in charged),
-        simulated=0 if statement is None else statement.mark,
+        simulated=0 if statement is None else statement.simulated_mark,
     )
 
 
@@ -159,7 +159,7 @@ def _config_question(config: RunConfig) -> tuple[Question, int | None]:
         target_epsilon=noise.target_epsilon,
         rounds=config.rounds,
         delta=noise.delta,
-        simulated=plan.mark(entropy(config)),
+        simulated=plan.simulated_mark(entropy(config)),
         may_stop=may_stop(config.to_run_config()),
         law=event.law,
         invocations=event.count,

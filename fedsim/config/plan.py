@@ -203,12 +203,14 @@ def with_assumptions(
     notes = [of_devices] if config.private else []
     if assumed and config.private and not release_plan(config, config.mechanism.make()).closed:
         notes.append(_early_end_assumption(config, statement))
-    return replace(statement, note=" ".join(filter(None, [statement.note, *notes])))
+    return replace(
+        statement, added_sentence=" ".join(filter(None, [statement.added_sentence, *notes]))
+    )
 
 
 def _early_end_assumption(config: RunConfig, statement: Statement) -> str:
     """What a run that has ended early assumes, and what all its planned rounds would cost."""
-    made = max((entry.round or 0 for entry in statement.charged), default=0)
+    made = max((entry.round or 0 for entry in statement.entries), default=0)
     plan = release_plan(config, config.mechanism.make())
     rest = plan.event().further(max(config.rounds - made, 0), made)
     total = Accountant([*statement.events, *([rest] if rest.count else [])])

@@ -13,7 +13,7 @@ from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Budget, Cost, Entry, Event, Ledger
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.entry import History, Kind
-from fedsim.privacy.ledger import End, RunProgress
+from fedsim.privacy.ledger import LedgerPosition, RunProgress
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.privacy.statement import epsilon_marks
 from fedsim.randomness import Randomness
@@ -83,7 +83,7 @@ class Accounting:
         """Why this round may not be made; None if it may."""
         plan, budget = self.plan, self._budget
         if plan.closed and self.kind == "release":
-            end = self._progress.through or plan.rounds or 0
+            end = self._progress.paid_through or plan.rounds or 0
             if server_round > end:
                 if budget is not None and end < (plan.rounds or 0):
                     return budget.message(Entry(round=server_round, event=plan.event()))
@@ -92,14 +92,16 @@ class Accounting:
             return None
         self.ledger.refresh()
         entries = self._entries(server_round)
-        return budget.message(entries[-1]) if self.ledger.over(budget, entries) else None
+        return (
+            budget.message(entries[-1]) if self.ledger.owners_over_budget(budget, entries) else None
+        )
 
     def _entries(self, server_round: int, clip_norm: float | None = None) -> Sequence[Entry]:
         """The least that is charged before a round."""
         progress = self._progress
-        if progress.drawn(server_round) and self.randomness.seed is None:
+        if progress.was_drawn(server_round) and self.randomness.seed is None:
             event = self.plan.charge(server_round, redrawn=True)
-        elif progress.paid(server_round):
+        elif progress.is_paid(server_round):
             event = self.plan.event().times(0)
         elif self.plan.may_stop:
             fewest = 1 if self.plan.separable else self.plan.rounds or 1
@@ -154,7 +156,7 @@ class Accounting:
             if entries[-1].through is None or not self.plan.separable:
                 return entries
             whole = partial(self._whole, server_round, clip_norm)
-            return self.ledger.longest(whole, self.plan.rounds or 1, self._budget)
+            return self.ledger.affordable_entries(whole, self.plan.rounds or 1, self._budget)
 
         try:
             self.ledger.record_due(due, self._budget)
@@ -171,9 +173,9 @@ class Accounting:
             With the cost of one round, or of all where they are charged together.
         """
         budget = self._budget
-        if budget is None or self._progress.last:
+        if budget is None or self._progress.last_round:
             return
-        cost = History().after(*self._entries(1)).epsilon(budget.delta)
+        cost = History().accountant_with(*self._entries(1)).epsilon(budget.delta)
         if cost > budget.epsilon:
             is_joint = not self.plan.separable
             covered = "rounds that are charged together" if is_joint else "one round"
@@ -196,9 +198,9 @@ class Accounting:
         """
         if self.plan.closed or not self.plan.private or rounds_done >= rounds:
             return
-        if self._progress.through >= rounds or not self._progress.last:
+        if self._progress.paid_through >= rounds or not self._progress.last_round:
             return
-        done = max(rounds_done, self._progress.through)
+        done = max(rounds_done, self._progress.paid_through)
 
         def entries(count: int) -> Sequence[Entry]:
             event = self.plan.event().further(count, done)
@@ -207,13 +209,14 @@ class Accounting:
 
         with suppress(BudgetSpentError):  # it does not afford a single round more
             self.ledger.record_due(
-                lambda: self.ledger.longest(entries, rounds - done, self._budget), self._budget
+                lambda: self.ledger.affordable_entries(entries, rounds - done, self._budget),
+                self._budget,
             )
 
     def spent(self, rounds_done: int) -> str:
         """The cost so far, as text for a progress line."""
         cost = self.ledger.cost(self.delta)
-        simulated = self.plan.mark(self.randomness.entropy)
+        simulated = self.plan.simulated_mark(self.randomness.entropy)
         return (
             f"epsilon{epsilon_marks(simulated, self.plan.declared_by_user)} {cost.epsilon:.4g} at "
             f"delta {cost.delta:g} (client level, {cost.adjacency})"
@@ -224,7 +227,7 @@ class Accounting:
         """Text for a plan charged as a whole: what it would have cost, planned to end here."""
         if not self.plan.charged_ahead:
             return ""
-        so_far = self.plan.epsilon(cost.delta, after=rounds_done)
+        so_far = self.plan.epsilon(cost.delta, after_round=rounds_done)
         return f"; planned to end here, {so_far:.4g}" if so_far < cost.epsilon else ""
 
     def state(self) -> dict[str, Any]:
@@ -252,9 +255,9 @@ class Accounting:
         """
         ledger = self.ledger
         if self._empty:
-            ledger = Ledger(declared=ledger.declared)
+            ledger = Ledger(declared_event=ledger.declared_event)
             ledger.load_state_dict(dict(state))
-        if not ledger.continues(End(state["head"], state["length"])):
+        if not ledger.extends(LedgerPosition(state["head"], state["length"])):
             raise FedsimError(
                 f"ledger {self.ledger.path or '(in memory)'} does not hold the releases that the "
                 "state counts; it must be the ledger of the run whose state= this is."
@@ -265,4 +268,4 @@ class Accounting:
         if self._empty:
             self.ledger.load_state_dict(dict(state))
         self.run = str(state["run"])
-        self.ledger.resume(End(state["head"], state["length"]), self.run)
+        self.ledger.resume(LedgerPosition(state["head"], state["length"]), self.run)

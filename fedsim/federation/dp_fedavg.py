@@ -216,7 +216,7 @@ evaluate_metrics_aggr_fn
                 in_existing_folder(ledger),
                 delta=delta,
                 max_epsilon=max_epsilon,
-                declared=plan.event(),
+                declared_event=plan.event(),
                 keeps="log" if self.randomness.entropy == "config" else "evidence",
                 split={"population": plan.sampler.population or 0},
             )

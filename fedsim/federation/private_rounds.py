@@ -33,7 +33,7 @@ from fedsim.federation.strategy_checks import refuse_too_many, refuse_untrainabl
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on, without_noise
 from fedsim.privacy import Ledger
-from fedsim.privacy.ledger import End
+from fedsim.privacy.ledger import LedgerPosition
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -305,7 +305,7 @@ class PrivateRounds(ResumableStrategy):
         What it has written into a log is cut off; in evidence it stays, and is charged.
         """
         self._accounting.run = run
-        self.ledger.resume(End(), run)
+        self.ledger.resume(LedgerPosition(), run)
 
     def charge_rest(self, rounds: int) -> None:
         """Charge the rest of so many planned rounds, since what was released has ended the run.

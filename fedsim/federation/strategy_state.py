@@ -16,7 +16,7 @@ from fedsim.federation.state_tree import Tree
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.base import without_noise
 from fedsim.privacy.noise.correlated import Correlated
-from fedsim.privacy.plan import Bounded, ReleasePlan, of_user
+from fedsim.privacy.plan import Bounded, ReleasePlan, is_user_code
 from fedsim.rows import Layout
 from fedsim.rows.layout import PREFIX
 from fedsim.server_optimizers import ServerOptimizer
@@ -143,7 +143,7 @@ def check_shapes(state: Tree, mechanism: Mechanism, optimizer: ServerOptimizer) 
         name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
         for name, shape, dtype in state["parameters"]
     }
-    if not of_user(mechanism):
+    if not is_user_code(mechanism):
         expected = mechanism.init(Layout.of(entries))
         _compare("mechanism", without_noise(state["mechanism"]), expected)
     optimizer_state = state["optimizer"]
@@ -152,7 +152,7 @@ def check_shapes(state: Tree, mechanism: Mechanism, optimizer: ServerOptimizer) 
             optimizer.optimizer,
             {k: v for k, v in optimizer_state.items() if k != "releases"},
         )
-    if optimizer_state and isinstance(optimizer, StatefulOptimizer) and not of_user(optimizer):
+    if optimizer_state and isinstance(optimizer, StatefulOptimizer) and not is_user_code(optimizer):
         trained = {name: like for name, like in entries.items() if not name.startswith(PREFIX)}
         _compare("server optimiser", optimizer_state, optimizer.after_a_step(Layout.of(trained).d))
 

@@ -32,7 +32,7 @@ from fedsim.privacy.ledger import Budget, Ledger
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import DeclaredBound, ReleasePlan
 from fedsim.privacy.selection import selection_epsilon
-from fedsim.privacy.statement import Statement, claimed
+from fedsim.privacy.statement import Statement, statements_to_show
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
 __all__ = [
@@ -55,13 +55,13 @@ __all__ = [
     "TradeOff",
     "calibrate",
     "calibrate_events",
-    "claimed",
     "cost",
     "epsilon",
     "group_epsilon",
     "rounds_within",
     "rounds_within_events",
     "selection_epsilon",
+    "statements_to_show",
     "tradeoff",
     "worst_client",
 ]

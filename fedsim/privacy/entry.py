@@ -160,7 +160,7 @@ class History:
                 self._accountant.add(event, count)
         return self._accountant
 
-    def after(self, *entries: Entry) -> Accountant:
+    def accountant_with(self, *entries: Entry) -> Accountant:
         """Composition of everything charged and of these entries; the history is unchanged.
 
         Raises

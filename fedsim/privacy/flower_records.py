@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent
 
 
-def event_of(event: Event | GaussianPrivacyEvent, declared: Event | None) -> Event:
+def event_of(event: Event | GaussianPrivacyEvent, declared_event: Event | None) -> Event:
     """The event of a Flower record; an `Event` is returned unchanged.
 
     The law is the declared one, for the record's sample size. Without a declaration, a sample of
@@ -29,15 +29,15 @@ def event_of(event: Event | GaussianPrivacyEvent, declared: Event | None) -> Eve
         return event
     size, population = event.sample_size, event.population_size
     law: Law = FullLaw(population=population)
-    if declared is not None:
-        law = declared.law.sampled(size, population)
+    if declared_event is not None:
+        law = declared_event.law.sampled(size, population)
     elif size != population:
         law = FixedSizeLaw(size=size, population=population)
     return Event(noise_multiplier=event.noise_multiplier, law=law)
 
 
 def privacy_config(
-    declared: Event | None, delta: float | None, max_epsilon: float | None
+    declared_event: Event | None, delta: float | None, max_epsilon: float | None
 ) -> PrivacyConfig:
     """Flower's record of a ledger's settings.
 
@@ -48,18 +48,18 @@ def privacy_config(
     """
     from flwr.serverapp import NeighboringRelation, PrivacyConfig, SamplingMethod
 
-    if declared is None or declared.law.population is None or delta is None:
+    if declared_event is None or declared_event.law.population is None or delta is None:
         raise FedsimError(
             "Flower asks a ledger for delta and population: "
-            "give it delta=... and declared=Event.of(cohort, ...), with a population."
+            "give it delta=... and declared_event=Event.of(cohort, ...), with a population."
         )
-    replaced = declared.adjacency == "replace-one"
+    replaced = declared_event.adjacency == "replace-one"
     relation = "REPLACE_ONE" if replaced else "ADD_OR_REMOVE_ONE"
     return PrivacyConfig(
         target_delta=delta,
-        population_size=declared.law.population,
+        population_size=declared_event.law.population,
         neighboring_relation=NeighboringRelation[relation],
-        sampling_method=SamplingMethod[declared.law.flower],
+        sampling_method=SamplingMethod[declared_event.law.flower],
         max_epsilon=max_epsilon,
     )
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from fedsim.privacy.plan import Bounded, ReleasePlan
 
-Keeps = Literal["log", "evidence"]
+LedgerKind = Literal["log", "evidence"]
 """Kind of a ledger."""
 VERSION = 1
 """Format of ledgers."""
@@ -71,8 +71,8 @@ _HEADER_START = b'{"entry":{"kind":"ledger","version":'
 
 
 @dataclass(frozen=True)
-class End:
-    """End of a ledger: hash of its last line, and number of lines."""
+class LedgerPosition:
+    """Position in a ledger: hash of the last line before it, and number of lines."""
 
     head: str = GENESIS
     lines: int = 0
@@ -95,17 +95,17 @@ class Header:
     """
 
     version: int = VERSION
-    keeps: Keeps
+    keeps: LedgerKind
     level: Level
     client: int | None = None
     split: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
-    def sealed(self) -> tuple[bytes, str]:
+    def line_and_hash(self) -> tuple[bytes, str]:
         """The header's line, newline included, and its hash."""
-        return sealed_line({"kind": "ledger", **to_json(self)}, GENESIS)
+        return chained_line({"kind": "ledger", **to_json(self)}, GENESIS)
 
     @classmethod
-    def of(cls, line: bytes) -> tuple[Header, str]:
+    def parse(cls, line: bytes) -> tuple[Header, str]:
         """Parse the first line: the header, and its hash.
 
         Raises
@@ -118,7 +118,7 @@ class Header:
                 "it is not a ledger; a ledger is a file that fedsim wrote, such as "
                 "runs/NAME/ledger.jsonl."
             )
-        data, _, head = parsed_line(line, GENESIS)
+        data, _, head = parse_line(line, GENESIS)
         if (version := data.get("version")) != VERSION:
             raise FedsimError(
                 f"its format is {version}, and this fedsim reads format {VERSION}: read it with "
@@ -128,7 +128,7 @@ class Header:
         return read_record(cls, data, "its header"), head
 
 
-def sealed_line(
+def chained_line(
     entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
 ) -> tuple[bytes, str]:
     """One line, newline included, and its hash."""
@@ -144,13 +144,13 @@ def sealed_line(
     return f'{_LINE_START}{body},"hash":"{digest}","noted":{unhashed}}}\n'.encode(), digest
 
 
-def parsed_line(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+def parse_line(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Entry, notes and hash of a line, given the hash of the line before.
 
     Raises
     ------
     FedsimError
-        If it is no line that `sealed_line` wrote after the one of hash ``previous``.
+        If it is no line that `chained_line` wrote after the one of hash ``previous``.
     """
     try:
         text = line.decode("ascii")
@@ -238,22 +238,22 @@ class RunProgress(NamedTuple):
 
     Attributes
     ----------
-    last : int
+    last_round : int
         Largest round that has a line; 0 without any.
-    through : int
+    paid_through : int
         Last round that is paid for in advance; 0 if none is.
     """
 
-    last: int = 0
-    through: int = 0
+    last_round: int = 0
+    paid_through: int = 0
 
-    def drawn(self, round: int) -> bool:
+    def was_drawn(self, round: int) -> bool:
         """Whether the round, or a later one, has been drawn before."""
-        return 0 < round <= self.last
+        return 0 < round <= self.last_round
 
-    def paid(self, round: int) -> bool:
+    def is_paid(self, round: int) -> bool:
         """Whether an earlier round's line pays for the round."""
-        return 0 < round <= self.through
+        return 0 < round <= self.paid_through
 
 
 class Ledger:
@@ -275,7 +275,7 @@ class Ledger:
         Default delta of every epsilon.
     max_epsilon : float or None
         Default budget of `record` and `would_exceed`.
-    declared : Event or None
+    declared_event : Event or None
         Cost of one planned round, from which Flower's protocol takes sampling and population.
     keeps : "log" or "evidence", optional
         Its kind; by default a log of releases whose noise follows from a config's seed, and
@@ -313,8 +313,8 @@ class Ledger:
         *,
         delta: float | None = None,
         max_epsilon: float | None = None,
-        declared: Event | None = None,
-        keeps: Keeps | None = None,
+        declared_event: Event | None = None,
+        keeps: LedgerKind | None = None,
         split: Mapping[str, str | int | float | bool] | None = None,
         client: int | None = None,
         read_only: bool = False,
@@ -324,7 +324,7 @@ class Ledger:
         if max_epsilon is not None and not max_epsilon > 0:
             raise FedsimError(f"max_epsilon is {max_epsilon}; it must be above 0.")
         self.path = None if path is None else Path(path)
-        self.delta, self.max_epsilon, self.declared = delta, max_epsilon, declared
+        self.delta, self.max_epsilon, self.declared_event = delta, max_epsilon, declared_event
         self.read_only = read_only
         self._keeps, self._client = keeps, client
         self._split = None if split is None else dict(split)
@@ -339,8 +339,8 @@ class Ledger:
                 self._load(file.read())
         if keeps is not None:
             self._check_header(keeps)
-        if declared is not None:  # refuse adjacencies that do not compose before any release
-            self.history.after(Entry(event=declared))
+        if declared_event is not None:  # refuse adjacencies that do not compose before any release
+            self.history.accountant_with(Entry(event=declared_event))
 
     @classmethod
     @check_arguments
@@ -349,7 +349,7 @@ class Ledger:
         path: str | os.PathLike[str],
         *,
         delta: float | None = None,
-        declared: Event | None = None,
+        declared_event: Event | None = None,
     ) -> Self:
         """Open an existing ledger read-only.
 
@@ -360,7 +360,7 @@ class Ledger:
         """
         if not Path(path).is_file():
             raise FedsimError(f"there is no ledger at {path}.")
-        return cls(path, delta=delta, declared=declared, read_only=True)
+        return cls(path, delta=delta, declared_event=declared_event, read_only=True)
 
     def _clear(self) -> None:
         """Forget all lines."""
@@ -382,9 +382,9 @@ class Ledger:
         return self.heads[-1] if self.heads else GENESIS
 
     @property
-    def end(self) -> End:
+    def position(self) -> LedgerPosition:
         """Hash of the last line, and number of lines."""
-        return End(self.head, len(self.heads))
+        return LedgerPosition(self.head, len(self.heads))
 
     @property
     def level(self) -> Level:
@@ -392,7 +392,7 @@ class Ledger:
         return "client" if self.header is None else self.header.level
 
     @property
-    def keeps(self) -> Keeps | None:
+    def keeps(self) -> LedgerKind | None:
         """Its kind; None if it was not given and nothing is recorded."""
         return self._keeps if self.header is None else self.header.keeps
 
@@ -406,9 +406,9 @@ class Ledger:
     @property
     def history(self) -> History:
         """History of its one owner; at example level of the client that has spent most."""
-        return self._worst(self.delta or 1e-5)
+        return self._costliest(self.delta or 1e-5)
 
-    def _worst(self, delta: float) -> History:
+    def _costliest(self, delta: float) -> History:
         if len(self.histories) > 1:
             return costliest(list(self.histories.values()), delta)
         return next(iter(self.histories.values()), History())
@@ -420,19 +420,19 @@ class Ledger:
         return self._progress.get((run, kind, client), RunProgress())
 
     @property
-    def rounds_made(self) -> int:
+    def last_round(self) -> int:
         """Number of the last round in this ledger; 0 if there is none."""
         return max((entry.round or 0 for entry in self.entries), default=0)
 
     def cost(self, delta: float | None = None) -> Cost:
         """Epsilon charged so far, with its accounting method and the figures to compare it with."""
         delta = self._delta(delta)
-        return self._worst(delta).accountant.cost(delta)
+        return self._costliest(delta).accountant.cost(delta)
 
     def epsilon(self, delta: float | None = None) -> float:
         """Epsilon charged so far; takes milliseconds for any number of rounds."""
         delta = self._delta(delta)
-        return self._worst(delta).accountant.epsilon(delta)
+        return self._costliest(delta).accountant.epsilon(delta)
 
     def statement(self, delta: float | None = None) -> Statement:
         """The privacy statement in words and numbers."""
@@ -463,9 +463,9 @@ class Ledger:
         budget = budget or self._budget(max_epsilon)
         self.refresh()
         if not isinstance(event, Entry):
-            event = Entry(event=event_of(event, self.declared), level=self.level)
+            event = Entry(event=event_of(event, self.declared_event), level=self.level)
         planned = replace(event, event=event.event.times(count))
-        return bool(self.over(budget, [planned]))
+        return bool(self.owners_over_budget(budget, [planned]))
 
     def _budget(self, max_epsilon: float | None = None) -> Budget:
         limit = self.max_epsilon if max_epsilon is None else max_epsilon
@@ -524,43 +524,50 @@ class Ledger:
         OverBudgetError, FedsimError
             As `record` does.
         """
-        budget = self._own_budget(budget)
-        self._write(lambda: self._affordable(entries(), budget))
+        budget = self._budget_or_default(budget)
+        self._write(lambda: self._within_budget(entries(), budget))
 
-    def longest(
-        self, entries_of: Callable[[int], Sequence[Entry]], most: int, budget: Budget | None = None
+    def affordable_entries(
+        self,
+        entries_for: Callable[[int], Sequence[Entry]],
+        rounds: int,
+        budget: Budget | None = None,
     ) -> Sequence[Entry]:
         """Entries that charge as many rounds of a plan as the budget affords, and at least one.
 
         Parameters
         ----------
-        entries_of : callable
+        entries_for : callable
             Entries that charge so many rounds.
-        most : int
+        rounds : int
             Number of rounds of the plan.
         """
-        budget = self._own_budget(budget)
-        if budget is None or not self.over(budget, entries_of(most)):
-            return entries_of(most)
+        budget = self._budget_or_default(budget)
+        if budget is None or not self.owners_over_budget(budget, entries_for(rounds)):
+            return entries_for(rounds)
         affordable = bisect(
-            [*range(1, most)], False, key=lambda n: bool(self.over(budget, entries_of(n)))
+            [*range(1, rounds)],
+            False,
+            key=lambda n: bool(self.owners_over_budget(budget, entries_for(n))),
         )
-        return entries_of(max(affordable, 1))
+        return entries_for(max(affordable, 1))
 
-    def _own_budget(self, budget: Budget | None) -> Budget | None:
+    def _budget_or_default(self, budget: Budget | None) -> Budget | None:
         if budget is None and self.max_epsilon not in (None, math.inf):
             return self._budget()
         return budget
 
-    def _affordable(self, entries: Sequence[Entry], budget: Budget | None) -> Sequence[Entry]:
+    def _within_budget(self, entries: Sequence[Entry], budget: Budget | None) -> Sequence[Entry]:
         """The entries, unless the budget does not allow them."""
-        if budget is not None and (over := self.over(budget, entries)):
+        if budget is not None and (over := self.owners_over_budget(budget, entries)):
             error = OverBudgetError(f"{budget.message(entries[0], over[0], self.path)}.")
             error.owners = over
             raise error
         return entries
 
-    def over(self, budget: Budget, entries: Sequence[Entry]) -> tuple[int | None, ...]:
+    def owners_over_budget(
+        self, budget: Budget, entries: Sequence[Entry]
+    ) -> tuple[int | None, ...]:
         """Owners whose budget these entries would exceed, by the lines that were read."""
         charged: dict[int | None, list[Entry]] = defaultdict(list)
         for entry in entries:
@@ -572,7 +579,7 @@ class Ledger:
             # Of owners that have spent the same, the cost is computed once.
             key = (frozenset(history.counts.items()), tuple(entry.event for entry in of_owner))
             if key not in costs:
-                costs[key] = history.after(*of_owner).epsilon(budget.delta)
+                costs[key] = history.accountant_with(*of_owner).epsilon(budget.delta)
             if costs[key] > budget.epsilon:
                 over.append(owner)
         return tuple(over)
@@ -582,7 +589,7 @@ class Ledger:
         if self.read_only:
             raise FedsimError(f"ledger {self.path} was opened for reading only.")
         if self.path is None:
-            self._accept(*self._new_lines(entries()))
+            self._append(*self._new_lines(entries()))
             return
         # Another process may create the file at any time: whatever happens between a look at it and
         # the lock, the attempt starts again from the file's new state.
@@ -594,13 +601,13 @@ class Ledger:
                 if not lines:
                     return
                 if durable.create(self.path, b"".join(lines)):
-                    self._accept(*lines)
+                    self._append(*lines)
                     return
             else:
                 with self._locked() as file:
                     if lines := self._new_lines(entries()):
                         durable.append(file, b"".join(lines))
-                        self._accept(*lines)
+                        self._append(*lines)
                     return
 
     @contextmanager
@@ -618,7 +625,7 @@ class Ledger:
         if not entries:
             return []
         first = entries[0]
-        keeps: Keeps = self._keeps or ("log" if first.entropy == "config" else "evidence")
+        keeps: LedgerKind = self._keeps or ("log" if first.entropy == "config" else "evidence")
         self._check_header(keeps)
         for entry in entries:
             check_level(entry.level, entry.event.adjacency)
@@ -629,22 +636,22 @@ class Ledger:
                 )
         for owner in {owner for entry in entries for owner in entry.owners}:
             of_owner = [entry for entry in entries if owner in entry.owners]
-            self.histories.get(owner, History()).after(*of_owner)
+            self.histories.get(owner, History()).accountant_with(*of_owner)
         lines, head = [], self.head
         if self.header is None:
             header, head = Header(
                 keeps=keeps, level=first.level, client=self._client, split=self._split or {}
-            ).sealed()
+            ).line_and_hash()
             lines.append(header)
         noted = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "host": socket.gethostname(),
             "run": first.run,
         }
-        releases = {"releases": [self._data(entry) for entry in entries]}
-        return [*lines, sealed_line(releases, head, noted)[0]]
+        releases = {"releases": [self._entry_json(entry) for entry in entries]}
+        return [*lines, chained_line(releases, head, noted)[0]]
 
-    def _check_header(self, keeps: Keeps) -> None:
+    def _check_header(self, keeps: LedgerKind) -> None:
         """Refuse a ledger of another kind, split or client than this writer's.
 
         Raises
@@ -713,7 +720,7 @@ class Ledger:
 
         def due() -> Sequence[Entry]:
             nonlocal made
-            event = plan.charge(round, redrawn=self.progress(None).drawn(round))
+            event = plan.charge(round, redrawn=self.progress(None).was_drawn(round))
             made = replace(made, event=event)
             return [made]
 
@@ -755,28 +762,28 @@ class Ledger:
                 f"{self._name} is {'cut off' if tail else 'empty'}, or is not a ledger; fedsim "
                 "never writes one so: restore it."
             )
-        self._accept(*(line + b"\n" for line in lines))
+        self._append(*(line + b"\n" for line in lines))
 
-    def _accept(self, *lines: bytes) -> None:
+    def _append(self, *lines: bytes) -> None:
         """Take complete lines, each with its newline."""
         for line in lines:
             if self.header is None:
                 try:
-                    self.header, head = Header.of(line[:-1])
+                    self.header, head = Header.parse(line[:-1])
                 except FedsimError as error:
                     raise FedsimError(f"{self._name}: {error}") from None
                 run = None
             else:
-                run, head = self._accept_releases(line[:-1])
+                run, head = self._append_releases(line[:-1])
             self.lines.append(line[:-1])
             self.heads.append(head)
             self._runs.append(run)
             self._size += len(line)
 
-    def _accept_releases(self, line: bytes) -> tuple[str | None, str]:
+    def _append_releases(self, line: bytes) -> tuple[str | None, str]:
         """Take the entries of a line; its run and its hash."""
         try:
-            data, noted, head = parsed_line(line, self.head)
+            data, noted, head = parse_line(line, self.head)
             run = noted.get("run")
             if set(data) != {"releases"} or not isinstance(data["releases"], list):
                 raise FedsimError("it has no releases.")
@@ -791,10 +798,10 @@ class Ledger:
         except FedsimError as error:
             raise self._changed(f"line {len(self.lines) + 1}: {error}") from None
         for entry in entries:
-            self._charge(entry)
+            self._add_entry(entry)
         return run, head
 
-    def _charge(self, entry: Entry) -> None:
+    def _add_entry(self, entry: Entry) -> None:
         law = entry.event.law
         if isinstance(law, DeclaredLaw):
             self._laws[law.digest] = law.to_dict()
@@ -806,10 +813,11 @@ class Ledger:
             key = (entry.run, entry.kind, owner)
             before = self._progress.get(key, RunProgress())
             self._progress[key] = RunProgress(
-                max(before.last, entry.round or 0), max(before.through, entry.through or 0)
+                max(before.last_round, entry.round or 0),
+                max(before.paid_through, entry.through or 0),
             )
 
-    def _data(self, entry: Entry) -> dict[str, Any]:
+    def _entry_json(self, entry: Entry) -> dict[str, Any]:
         """The entry's JSON; a user's law that an earlier line has in full is given by digest."""
         data, law = entry.to_dict(), entry.event.law
         if isinstance(law, DeclaredLaw) and law.digest in self._laws:
@@ -817,7 +825,7 @@ class Ledger:
         return data
 
     def _with_law(self, data: object) -> dict[str, Any]:
-        """Inverse of `_data`."""
+        """Inverse of `_entry_json`."""
         if not isinstance(data, dict):
             raise FedsimError("an entry is no table.")
         event = data.get("event")
@@ -839,12 +847,14 @@ class Ledger:
 
     # -- checkpoints --------------------------------------------------------------------
 
-    def continues(self, end: End) -> bool:
-        """Whether its first lines are those of a ledger that had this end."""
-        return not end.lines or self.heads[end.lines - 1 : end.lines] == [end.head]
+    def extends(self, position: LedgerPosition) -> bool:
+        """Whether its first lines are those of a ledger that was at this position."""
+        return not position.lines or self.heads[position.lines - 1 : position.lines] == [
+            position.head
+        ]
 
-    def check_continues(self, end: End) -> None:
-        """Refuse a ledger that does not extend that of a checkpoint, which had this end.
+    def check_extends(self, position: LedgerPosition) -> None:
+        """Refuse a ledger that does not extend that of a checkpoint, which was at this position.
 
         Raises
         ------
@@ -852,17 +862,17 @@ class Ledger:
             If lines of the checkpoint are missing, or changed.
         """
         self.refresh()
-        if not self.continues(end):
-            raise self._discontinued(end)
+        if not self.extends(position):
+            raise self._not_extended(position)
 
-    def _discontinued(self, end: End) -> FedsimError:
+    def _not_extended(self, position: LedgerPosition) -> FedsimError:
         return FedsimError(
             f"ledger {self.path or 'in memory'} does not continue the checkpoint's, which had "
-            f"{end.lines} lines up to {end.head}; restore the one that the run wrote."
+            f"{position.lines} lines up to {position.head}; restore the one that the run wrote."
         )
 
-    def resume(self, end: End, run: str) -> None:
-        """Prepare for a run that is resumed from a checkpoint, at which the ledger had this end.
+    def resume(self, position: LedgerPosition, run: str) -> None:
+        """Prepare for a run that is resumed from a checkpoint, made at this position of the ledger.
 
         A log loses the run's own lines after it, as far back as they are its last lines. Nothing is
         cut from evidence.
@@ -872,38 +882,38 @@ class Ledger:
         FedsimError
             If lines of the checkpoint are missing, or changed.
         """
-        self.check_continues(end)
+        self.check_extends(position)
         if self.header is None or self.header.keeps == "evidence":
             return
         if self.path is None:
-            self._keep(self._own_suffix(end, run))
+            self._truncate(self._own_suffix(position, run))
             return
         with self._locked() as file:
-            if not self.continues(end):  # another process has cut it since
-                raise self._discontinued(end)
-            count = self._own_suffix(end, run)
+            if not self.extends(position):  # another process has cut it since
+                raise self._not_extended(position)
+            count = self._own_suffix(position, run)
             if count < len(self.lines):
                 file.truncate(sum(len(line) + 1 for line in self.lines[:count]))
                 os.fsync(file.fileno())
-                self._keep(count)
+                self._truncate(count)
 
-    def forget_after(self, end: End) -> None:
-        """Read it only up to an end that it had; the file is unchanged."""
-        if end.lines and self.continues(end):
-            self._keep(end.lines)
+    def read_up_to(self, position: LedgerPosition) -> None:
+        """Read it only up to a position that it had; the file is unchanged."""
+        if position.lines and self.extends(position):
+            self._truncate(position.lines)
 
-    def _own_suffix(self, end: End, run: str) -> int:
+    def _own_suffix(self, position: LedgerPosition, run: str) -> int:
         """Number of lines that remain without the run's own last ones after a checkpoint."""
         count = len(self.lines)
-        while count > max(end.lines, 1) and self._runs[count - 1] == run:
+        while count > max(position.lines, 1) and self._runs[count - 1] == run:
             count -= 1
         return count
 
-    def _keep(self, count: int) -> None:
+    def _truncate(self, count: int) -> None:
         """Forget the lines after the first ``count`` ones."""
         kept = self.lines[:count]
         self._clear()
-        self._accept(*(line + b"\n" for line in kept))
+        self._append(*(line + b"\n" for line in kept))
 
     def state_dict(self) -> dict[str, object]:
         """The ledger's lines, for a checkpoint."""
@@ -926,7 +936,7 @@ class Ledger:
         data = [line.encode() for line in lines]
         if self.path is None:
             self._clear()
-            self._accept(*(line + b"\n" for line in data))
+            self._append(*(line + b"\n" for line in data))
         elif self.lines[: len(data)] != data:
             raise FedsimError(f"ledger {self.path} does not continue the checkpointed one.")
 
@@ -941,7 +951,7 @@ class Ledger:
         FedsimError
             If there is no delta, or no declared event with a population.
         """
-        return privacy_config(self.declared, self.delta, self.max_epsilon)
+        return privacy_config(self.declared_event, self.delta, self.max_epsilon)
 
     @property
     def num_releases(self) -> int:
@@ -954,7 +964,7 @@ class Ledger:
         Independent sampling is then declared by the user, since Flower's own strategies draw a
         fixed number of clients.
         """
-        own_event = event_of(event, self.declared).times(count)
+        own_event = event_of(event, self.declared_event).times(count)
         is_declared = not isinstance(event, Event) and own_event.law.rate < 1
         is_declared = is_declared and not isinstance(own_event.law, FixedSizeLaw)
         entry = Entry(event=own_event, declared_by_user=is_declared)
@@ -998,7 +1008,7 @@ def statement_of(ledgers: Sequence[Ledger], delta: float, place: str | None = No
     single = ledgers[0] if len(ledgers) == 1 and place is None else None
     if single is not None and single.path is not None:
         place = str(single.path)
-    return Statement.of(
+    return Statement.from_history(
         worst,
         entries,
         delta,

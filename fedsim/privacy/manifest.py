@@ -26,7 +26,7 @@ from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.laws.base import Level
-from fedsim.privacy.ledger import End, Ledger
+from fedsim.privacy.ledger import Ledger, LedgerPosition
 from fedsim.privacy.records import read_record, to_json
 
 MANIFEST = "manifest.json"
@@ -43,12 +43,12 @@ class Manifest:
     ----------
     sha256 : mapping of file name to digest
         Digests of those of `HASHED` that exist.
-    ledgers : mapping of level to End
+    ledgers : mapping of level to LedgerPosition
         Ends of the server's ledger (``client``) and of the clients' (``example``).
     """
 
     sha256: Mapping[str, str]
-    ledgers: Mapping[Level, End]
+    ledgers: Mapping[Level, LedgerPosition]
 
     @classmethod
     def of(cls, run: Path, ledgers: Mapping[Level, Path]) -> Self:
@@ -69,7 +69,11 @@ class Manifest:
         """
         return cls(
             {name: file_digest(run / name) for name in HASHED if (run / name).is_file()},
-            {level: Ledger.read(path).end for level, path in ledgers.items() if path.is_file()},
+            {
+                level: Ledger.read(path).position
+                for level, path in ledgers.items()
+                if path.is_file()
+            },
         )
 
     def to_json(self) -> str:

@@ -240,7 +240,7 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def declared_by_user(self) -> bool:
         """Whether the cost depends on what the user declares of the sampler or the noise."""
-        return bool({"sampler", "noise"} & set(self.declared))
+        return bool({"sampler", "noise"} & set(self.user_parts))
 
     @property
     def law(self) -> Law:
@@ -298,7 +298,7 @@ class ReleasePlan(Generic[BoundT]):
         law = self.simulated.law
         return round(law.expected_size(law.population or 0))
 
-    def mark(self, entropy: Entropy) -> int:
+    def simulated_mark(self, entropy: Entropy) -> int:
         """How epsilon is marked: ``simulated`` of `fedsim.privacy.statement.epsilon_marks`."""
         return self.simulated_cohort or int(entropy == "config")
 
@@ -329,19 +329,20 @@ class ReleasePlan(Generic[BoundT]):
         facts: dict[str, Fact] = {"denominator": self.denominator, **self.placement.public}
         if self.simulated_cohort:
             facts[SIMULATED_COHORT] = self.simulated_cohort
-        return facts | dict.fromkeys(self.declared, DECLARED)
+        return facts | dict.fromkeys(self.user_parts, DECLARED)
 
     @cached_property
-    def declared(self) -> list[str]:
+    def user_parts(self) -> list[str]:
         """Which of "sampler", "noise" and "bound" are the user's code, and so cannot be verified.
 
         An `InclusionSampler` is not among them: its law follows from its inclusion probabilities,
         which an audit tests. No audit can test the distribution of a user's noise.
         """
         parts = {
-            "sampler": of_user(self.sampler) and not isinstance(self.sampler, InclusionSampler),
-            "noise": of_user(self.noise),
-            "bound": of_user(self.bound) or isinstance(self.bound, DeclaredBound),
+            "sampler": is_user_code(self.sampler)
+            and not isinstance(self.sampler, InclusionSampler),
+            "noise": is_user_code(self.noise),
+            "bound": is_user_code(self.bound) or isinstance(self.bound, DeclaredBound),
         }
         return [name for name, declared in parts.items() if declared]
 
@@ -432,8 +433,8 @@ class ReleasePlan(Generic[BoundT]):
             **fields,
         )
 
-    def epsilon(self, delta: float, *, after: int | None = None) -> float:
-        """Epsilon of the whole plan, or of its first ``after`` rounds.
+    def epsilon(self, delta: float, *, after_round: int | None = None) -> float:
+        """Epsilon of the whole plan, or of its first ``after_round`` rounds.
 
         In a plan that is charged as a whole, fewer rounds cost less only if their number was fixed
         in advance; a run that ends early may claim only the whole plan's epsilon.
@@ -441,11 +442,11 @@ class ReleasePlan(Generic[BoundT]):
         Raises
         ------
         FedsimError
-            If neither ``after`` nor the plan gives a number of rounds.
+            If neither ``after_round`` nor the plan gives a number of rounds.
         """
-        rounds = self.rounds if after is None else after
+        rounds = self.rounds if after_round is None else after_round
         if rounds is None:
-            raise FedsimError("the plan has no number of rounds; give it, or give `after`.")
+            raise FedsimError("the plan has no number of rounds; give it, or give `after_round`.")
         return Accountant([self._prefix_event(rounds)] if rounds else []).epsilon(delta)
 
     def _prefix_event(self, rounds: int) -> Event:
@@ -497,9 +498,9 @@ def _name_of(noise: Noise) -> str:
     return str(getattr(noise, "name", type(noise).__name__))
 
 
-def of_user(value: object) -> bool:
+def is_user_code(value: object) -> bool:
     """Whether the value's class, or that of a bound inside it, is the user's."""
-    return not is_shipped(value) or any(map(of_user, _bounds_in(value)))
+    return not is_shipped(value) or any(map(is_user_code, _bounds_in(value)))
 
 
 def _bounds_in(value: object) -> Iterator[object]:

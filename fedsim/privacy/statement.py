@@ -85,7 +85,7 @@ class Statement:
         example level for the client that has spent most.
     level : "client" or "example"
         What is protected: a client with all its data, or one example.
-    charged : tuple of Entry
+    entries : tuple of Entry
         Entries that are charged to the owner that has spent most.
     events : tuple of Event
         Their events, each with its number of invocations.
@@ -101,7 +101,7 @@ class Statement:
         Hash of the ledger's last line; empty if there is no line, or more than one ledger.
     lines : int
         Number of the ledger's lines.
-    note : str
+    added_sentence : str
         An additional sentence.
     run : ReleaseSetting or None
         What is known of the run beside its ledgers; None if nothing is.
@@ -109,7 +109,7 @@ class Statement:
 
     cost: Cost
     level: Level
-    charged: tuple[Entry, ...] = field(repr=False)
+    entries: tuple[Entry, ...] = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
     tradeoff: TradeOff = field(repr=False, compare=False)
     owners: int = 1
@@ -117,11 +117,11 @@ class Statement:
     ledger: str | None = None
     head: str = ""
     lines: int = 0
-    note: str = ""
+    added_sentence: str = ""
     run: ReleaseSetting | None = None
 
     @classmethod
-    def of(
+    def from_history(
         cls, worst: History, entries: Sequence[Entry], delta: float, *, level: Level, **facts: Any
     ) -> Self:
         """The statement over the history of the owner that has spent most.
@@ -139,15 +139,15 @@ class Statement:
         return cls(
             cost=worst.accountant.cost(delta),
             level=level,
-            charged=tuple(entries),
+            entries=tuple(entries),
             events=tuple(event.times(count) for event, count in worst.counts.items()),
             tradeoff=tradeoff(worst.accountant),
             **facts,
         )
 
-    def of_operator(self) -> Self:
+    def for_operator(self) -> Self:
         """The statement marked as for the operator only: examples', where clients are protected."""
-        return replace(self, note=_OPERATORS)
+        return replace(self, added_sentence=_OPERATORS)
 
     @property
     def epsilon(self) -> float:
@@ -172,7 +172,7 @@ class Statement:
     @property
     def simulated(self) -> bool:
         """Whether some noise follows from the config's seed, which is no secret."""
-        return any(entry.entropy == "config" for entry in self.charged)
+        return any(entry.entropy == "config" for entry in self.entries)
 
     @property
     def protects(self) -> bool:
@@ -182,30 +182,30 @@ class Statement:
     @property
     def simulated_cohort(self) -> int:
         """Size of the larger cohort that some release simulates; 0 if none does."""
-        return max((int(e.public.get(SIMULATED_COHORT) or 0) for e in self.charged), default=0)
+        return max((int(e.public.get(SIMULATED_COHORT) or 0) for e in self.entries), default=0)
 
     @property
     def samplers(self) -> tuple[str, ...]:
         """Names of the laws of the releases, sorted."""
-        return tuple(sorted({entry.event.law.name for entry in self.charged}))
+        return tuple(sorted({entry.event.law.name for entry in self.entries}))
 
     @property
-    def declared(self) -> bool:
+    def declared_by_user(self) -> bool:
         """Whether a law, noise or bound is declared by the user."""
-        return any(entry.declared_by_user for entry in self.charged)
+        return any(entry.declared_by_user for entry in self.entries)
 
     @property
-    def words(self) -> str:
+    def epsilon_label(self) -> str:
         """The word "epsilon" with its qualifiers, for use wherever it is shown."""
         return f"epsilon{self.marks}"
 
     @property
     def marks(self) -> str:
         """Qualifiers of its epsilon: see `epsilon_marks`."""
-        return epsilon_marks(self.mark, self.declared)
+        return epsilon_marks(self.simulated_mark, self.declared_by_user)
 
     @property
-    def mark(self) -> int:
+    def simulated_mark(self) -> int:
         """How its epsilon is marked: ``simulated`` of `epsilon_marks`."""
         return self.simulated_cohort or int(self.simulated)
 
@@ -227,8 +227,8 @@ class Statement:
         return [
             *self._guarantee(),
             self.tradeoff.sentence(),
-            *adversary(self.charged, self.level, self.delta),
-            *public_facts(self.charged, self.level, self.run),
+            *adversary(self.entries, self.level, self.delta),
+            *public_facts(self.entries, self.level, self.run),
             f"Not covered: {'; '.join(not_covered(self.run))}.",
             *self._ledger_sentences(),
         ]
@@ -239,25 +239,25 @@ class Statement:
             return self.sentences()[:1]
         source = "a known seed" if self.simulated else "the operating system"
         row = "client with all its data" if self.level == "client" else "example"
-        operators = "; for the operator only" if self.note == _OPERATORS else ""
-        epsilon = f"{self.words} = {self.epsilon:.4g} at delta = {self.delta:g}"
+        operators = "; for the operator only" if self.added_sentence == _OPERATORS else ""
+        epsilon = f"{self.epsilon_label} = {self.epsilon:.4g} at delta = {self.delta:g}"
         if not self.protects:
             return [epsilon, _FEWER_CLIENTS]
         return [
             f"{epsilon}; noise from {source}",
             f"Protected: one {row} (neighbours: {self.adjacency}){operators}.",
             self.tradeoff.brief(),
-            trusted(self.charged, self.level),
+            trusted(self.entries, self.level),
         ]
 
     def _guarantee(self) -> list[str]:
         # Each of several rounds that are charged together counts as one release.
-        events = [entry.event for entry in self.charged]
+        events = [entry.event for entry in self.entries]
         releases = sum(1 if event.law.rounds > 1 else event.count for event in events)
         cost, many, larger = self.cost, releases != 1, self.simulated_cohort
         simulated = ", simulated" if self.simulated else ""
         simulated += f" for a cohort of {larger:,}" if larger else ""
-        simulated += ", as the user declares" if self.declared else ""
+        simulated += ", as the user declares" if self.declared_by_user else ""
         costliest_client = " for the client that has spent most" if self.owners > 1 else ""
         row = "client with all its data" if self.level == "client" else "example"
         neighbours = _ADJACENCIES[cost.adjacency].format(row=row)
@@ -283,7 +283,7 @@ class Statement:
             sentences.append(_FEWER_CLIENTS)
         if warning := large_delta(self.delta, self.level, self.rows):
             sentences.append(warning)
-        sentences += self._end()
+        sentences += self._closed_plan_sentence()
         if self.simulated:
             sentences.append(
                 "Simulated: noise and samples follow from a seed. To anyone who knows it there is "
@@ -296,14 +296,14 @@ class Statement:
     @property
     def covers(self) -> str:
         """What was released, in words."""
-        evaluated = any(entry.kind == "evaluation" for entry in self.charged)
+        evaluated = any(entry.kind == "evaluation" for entry in self.entries)
         metrics = " with the noisy metrics of clients' evaluations" if evaluated else ""
         if evaluated and self.run is not None and self.run.noisy:
             metrics += f" ({', '.join(self.run.noisy)})"
         return f"the sequence of global models{metrics}"
 
-    def _end(self) -> list[str]:
-        rounds = [entry.through for entry in self.charged if entry.through]
+    def _closed_plan_sentence(self) -> list[str]:
+        rounds = [entry.through for entry in self.entries if entry.through]
         if not rounds:
             return []
         return [
@@ -312,7 +312,7 @@ class Statement:
         ]
 
     def _ledger_sentences(self) -> list[str]:
-        sentences = [self.note] if self.note else []
+        sentences = [self.added_sentence] if self.added_sentence else []
         sentences.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
         if self.head:
             sentences.append(
@@ -330,7 +330,7 @@ class Statement:
             "delta": cost.delta,
             "simulated": self.simulated,
             SIMULATED_COHORT: self.simulated_cohort,
-            "declared": self.declared,
+            "declared": self.declared_by_user,
             "adjacency": cost.adjacency,
             "level": self.level,
             "method": cost.method,
@@ -341,10 +341,10 @@ class Statement:
             "mu": self.tradeoff.mu,
             "releases": cost.releases,
             "samplers": list(self.samplers),
-            "entropies": sorted({entry.entropy for entry in self.charged}),
+            "entropies": sorted({entry.entropy for entry in self.entries}),
             "covers": self.covers,
-            "adversary": adversary(self.charged, self.level, self.delta) if self.protects else [],
-            "public": public_facts(self.charged, self.level, self.run),
+            "adversary": adversary(self.entries, self.level, self.delta) if self.protects else [],
+            "public": public_facts(self.entries, self.level, self.run),
             "not-covered": not_covered(self.run),
             "ledger": self.ledger,
             "head": self.head,
@@ -354,7 +354,7 @@ class Statement:
 
 
 @check_arguments
-def claimed(server: Statement | None, examples: Statement | None) -> list[Statement]:
+def statements_to_show(server: Statement | None, examples: Statement | None) -> list[Statement]:
     """The statements to show of a run, given those of its server's ledger and of its clients'.
 
     The server's is left out if clients protect their examples and updates have no noise of their
@@ -364,4 +364,4 @@ def claimed(server: Statement | None, examples: Statement | None) -> list[Statem
         return [] if server is None else [server]
     if server is None or not server.private:
         return [examples]
-    return [server, examples.of_operator()]
+    return [server, examples.for_operator()]

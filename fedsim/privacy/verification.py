@@ -18,7 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.claims import costliest
 from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.laws.base import Level
-from fedsim.privacy.ledger import End, Ledger
+from fedsim.privacy.ledger import Ledger, LedgerPosition
 from fedsim.privacy.manifest import MANIFEST, Manifest, check_signature, file_digest
 
 METADATA = "fedsim"
@@ -136,11 +136,11 @@ def _chain(ledger: Ledger) -> str:
     return f"{len(ledger.heads)} lines, final hash {ledger.head}"
 
 
-def _compare_end(end: End, ledger: Ledger) -> str:
+def _compare_end(end: LedgerPosition, ledger: Ledger) -> str:
     """Compare a ledger's end when the run ended with the ledger, which other runs may extend."""
-    if end == ledger.end:
+    if end == ledger.position:
         return "names this ledger's final hash and number of lines"
-    if ledger.continues(end):
+    if ledger.extends(end):
         return f"names line {end.lines} of this ledger, which other runs have extended"
     raise FedsimError(f"it names {end.lines} lines and final hash {end.head}, not this ledger's.")
 
@@ -148,7 +148,7 @@ def _compare_end(end: End, ledger: Ledger) -> str:
 def _compare_model(path: Path, ledger: Ledger, manifest: Manifest | None) -> str:
     stored = model_metadata(path)
     try:
-        end = End(str(stored["ledger-head"]), int(stored["ledger-lines"]))
+        end = LedgerPosition(str(stored["ledger-head"]), int(stored["ledger-lines"]))
     except (KeyError, TypeError, ValueError):
         raise FedsimError("it names no ledger.") from None
     return _compare_bytes(path, manifest, _compare_end(end, ledger))

@@ -113,7 +113,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     for statement in record.statements:
         if statement.private and statement.cost.releases:
             level = f"{statement.level} level, delta {statement.delta:g}"
-            tiles.append((brief(statement.epsilon), f"{statement.words}, {level}"))
+            tiles.append((brief(statement.epsilon), f"{statement.epsilon_label}, {level}"))
     if record.statements and not any(s.private for s in record.statements):
         tiles.append(("none", "guarantee of privacy"))
     one = record.rounds == 1
@@ -144,7 +144,7 @@ def _spending(record: RunRecord) -> list[Lines]:
         if isinstance(budget, int | float):
             ends = [0.0, x[-1]]
             lines.append(Line(f"budget, {name}", ends, [float(budget)] * 2, reference=True))
-    label = next((s.words for s in record.statements if s.private), "epsilon")
+    label = next((s.epsilon_label for s in record.statements if s.private), "epsilon")
     return [Lines("Epsilon over rounds", "round", label, lines)] if lines else []
 
 

@@ -20,7 +20,7 @@ from fedsim.datasets.tables import FOUND
 from fedsim.errors import FedsimError
 from fedsim.partitions import Partition
 from fedsim.partitions.by_owner import has_owner
-from fedsim.privacy.plan import of_user
+from fedsim.privacy.plan import is_user_code
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
 
@@ -296,7 +296,7 @@ def refuse_properties_of_protected_data(dataset: Dataset, partition: Partition) 
 def _owner_columns(partition: Partition, dataset: Dataset) -> list[str]:
     """Columns that may name an example's owner: all, for a user's partition that names none."""
     of_train = [name for name in dataset.train.columns if name != UNUSABLE]
-    if of_user(partition) and not hasattr(partition, "column"):
+    if is_user_code(partition) and not hasattr(partition, "column"):
         return of_train
     return [name for name in of_train if name == getattr(partition, "column", "owner")]
 

@@ -234,7 +234,10 @@ def publish(saved: SavedRun, out: Path) -> Path:
         )
     simulated = any(statement.simulated for statement in statements)
     if simulated:
-        statements = [replace(s, head="", note=f"{s.note} {_NO_HEAD}".strip()) for s in statements]
+        statements = [
+            replace(s, head="", added_sentence=f"{s.added_sentence} {_NO_HEAD}".strip())
+            for s in statements
+        ]
     weights = saved.weights  # read before anything is written
     with _new_directory(out) as draft:
         # Not the run's own metadata: from a release digest the seed can be found by search.

@@ -246,7 +246,7 @@ def ledger_of(resolved: Resolved, level: Level, run: Path | None) -> Ledger:
         ledger_paths(config.to_run_config(), run).get(level),
         delta=noise.delta,
         max_epsilon=config.noise.max_epsilon if level == "client" else None,
-        declared=resolved.plan.event() if level == "client" else None,
+        declared_event=resolved.plan.event() if level == "client" else None,
         keeps="log" if entropy(config) == "config" else "evidence",
         split=split_settings(config, mark),
     )

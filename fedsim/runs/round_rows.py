@@ -81,7 +81,7 @@ class RoundRows:
     def __init__(self, resolved: Resolved, strategy: DPFedAvg) -> None:
         self.columns = row_columns(resolved, strategy)
         self._resolved, self._strategy = resolved, strategy
-        simulated = strategy.plan.mark(entropy(resolved.config))
+        simulated = strategy.plan.simulated_mark(entropy(resolved.config))
         declared = strategy.plan.declared_by_user
         self._marks = {"simulated": simulated, "declared": int(declared)}
         self._has_warned_of_limit = False
@@ -127,7 +127,7 @@ class RoundRows:
         if strategy.private:
             row["epsilon"] = strategy.ledger.epsilon(strategy.delta)
             if (plan := strategy.plan).charged_ahead:
-                row["epsilon-so-far"] = plan.epsilon(strategy.delta, after=server_round)
+                row["epsilon-so-far"] = plan.epsilon(strategy.delta, after_round=server_round)
         if (
             driver_charges_examples(resolved.config)
             and (ledger := resolved.trainer.ledger) is not None

@@ -14,9 +14,9 @@ from fedsim.config import Scalar
 from fedsim.config.plan import with_assumptions
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger, Level, Statement, claimed
+from fedsim.privacy import Ledger, Level, Statement, statements_to_show
 from fedsim.privacy.assumptions import ReleaseSetting
-from fedsim.privacy.ledger import End, statement_of
+from fedsim.privacy.ledger import LedgerPosition, statement_of
 from fedsim.runs.metrics import QUANTILES, MetricsFile, Row, subject
 
 SUMMARY_FORMAT = 1
@@ -104,7 +104,7 @@ class RunLedgers:
         run: Path,
         *,
         delta: float | None = None,
-        ends: Mapping[Level, End] | None = None,
+        ends: Mapping[Level, LedgerPosition] | None = None,
     ) -> Self:
         """Read the ledgers of a run's directory.
 
@@ -113,7 +113,7 @@ class RunLedgers:
         run : path
         delta : float, optional
             Delta of the statements, instead of the config's.
-        ends : mapping of level to End, optional
+        ends : mapping of level to LedgerPosition, optional
             Ends up to which they are read; other runs may have extended them since.
 
         Raises
@@ -130,7 +130,7 @@ class RunLedgers:
         for level, end in (ends or {}).items():
             for ledger in [server] if level == "client" else examples:
                 if ledger is not None:
-                    ledger.forget_after(end)
+                    ledger.read_up_to(end)
         return cls(config, server, examples, Ending.read(run), delta, run)
 
     @property
@@ -185,18 +185,21 @@ class RunLedgers:
             place = f"{used[0].path.parent}/" if used[0].path and len(used) > 1 else None
             examples = statement_of(used, self.example_delta, place)
         if server is None:
-            return claimed(None, examples)
+            return statements_to_show(None, examples)
         cut_short = self.ending.ended in ("interrupted", "failed")
         of_server = server.statement(self.delta)
-        cut_short &= server.rounds_made < int(config.get("rounds") or 0)
+        cut_short &= server.last_round < int(config.get("rounds") or 0)
         of_server = with_assumptions(
             config, of_server, self.path / "config.toml", cut_short=cut_short
         )
         if examples is None and _nodes_keep_ledgers(config):
-            of_server = replace(of_server, note=f"{of_server.note} {_NODES_KEEP_LEDGERS}".strip())
+            of_server = replace(
+                of_server,
+                added_sentence=f"{of_server.added_sentence} {_NODES_KEEP_LEDGERS}".strip(),
+            )
         # A server that does not bound updates claims nothing about its releases.
         bounded = config.get("mechanism.name", "none") != "none" or bool(server.entries)
-        return claimed(of_server if bounded or examples is None else None, examples)
+        return statements_to_show(of_server if bounded or examples is None else None, examples)
 
 
 def _metric_list(metrics: Sequence[str]) -> str:

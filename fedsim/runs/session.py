@@ -18,7 +18,7 @@ from fedsim.errors import FedsimError, RunFailedError
 from fedsim.federation.arrays import array_record, same_arrays, tensors
 from fedsim.models import values_of
 from fedsim.privacy import Ledger
-from fedsim.privacy.ledger import End
+from fedsim.privacy.ledger import LedgerPosition
 from fedsim.privacy.manifest import signing_key
 from fedsim.privacy.records import to_json
 from fedsim.process import end_on_signal
@@ -104,7 +104,7 @@ class Session:
         else:
             self.strategy.begin(run)
             if (examples := resolved.trainer.ledger) is not None:
-                examples.resume(End(), run)
+                examples.resume(LedgerPosition(), run)
             resolved.trainer.join(run)
         signing_key(config.noise.ledger_key)  # refuses a bad key now rather than at the end
         self._round_rows = RoundRows(resolved, self.strategy)
@@ -120,13 +120,13 @@ class Session:
     def _restore(self, state: RunState) -> None:
         examples, counted = self.resolved.trainer.ledger, state.strategy["ledger"]
         if self._directory is not None:
-            self.strategy.ledger.check_continues(End(counted["head"], counted["length"]))
+            self.strategy.ledger.check_extends(LedgerPosition(counted["head"], counted["length"]))
         if examples is not None:
-            examples.check_continues(End(**state.examples))
+            examples.check_extends(LedgerPosition(**state.examples))
         # Whether the budget stops the run is decided again: it may have been raised since.
         self.strategy.restore({**state.strategy, "stopped": None})
         if examples is not None:
-            examples.resume(End(**state.examples), self.strategy.run)
+            examples.resume(LedgerPosition(**state.examples), self.strategy.run)
         self.resolved.trainer.join(self.strategy.run)
         self.resolved.trainer.keep(state.clients, state.round)
         self._arrays = array_record(state.parameters)
@@ -151,7 +151,7 @@ class Session:
             strategy=self.strategy.state(),
             clients=self.resolved.trainer.state(),
             release=self.resolved.release,
-            examples=to_json(End() if examples is None else examples.end),
+            examples=to_json(LedgerPosition() if examples is None else examples.position),
             data=data_shape(self.resolved.data),
             metrics_length=len(self._rows),
             metrics_code=self._rows_code.hexdigest(),

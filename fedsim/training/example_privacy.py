@@ -274,12 +274,14 @@ class ExampleReleases:
                 client: f"round {round} would follow the last one that client {client} was charged "
                 "for"
                 for client in client_ids
-                if self._privacy.may_stop and 0 < self._progress(client).through < round
+                if self._privacy.may_stop and 0 < self._progress(client).paid_through < round
             }
             entries = [] if ended else self._entries(round, client_ids)
             if any(entry.through for entry in entries):
                 of_rounds = partial(self._entries, round, client_ids)
-                entries = self.ledger.longest(of_rounds, self._privacy.rounds or 1, self._budget)
+                entries = self.ledger.affordable_entries(
+                    of_rounds, self._privacy.rounds or 1, self._budget
+                )
             return entries
 
         try:
@@ -331,9 +333,9 @@ class ExampleReleases:
         rounds: int | None,
     ) -> tuple[Event, int | None]:
         """What a client is charged for a round, and the last round that this pays for."""
-        if progress.drawn(round) and self.ledger.keeps == "evidence":
+        if progress.was_drawn(round) and self.ledger.keeps == "evidence":
             return plan.charge(round, redrawn=True), None
-        if progress.paid(round):
+        if progress.is_paid(round):
             return plan.event().times(0), None
         if plan.may_stop:
             rounds = rounds or plan.rounds or 1
@@ -347,7 +349,11 @@ class ExampleReleases:
         """
         left = rounds - rounds_done
         clients = sorted(client for client in self.ledger.histories if client is not None)
-        clients = [c for c in clients if self._progress(c).last and not self._progress(c).through]
+        clients = [
+            c
+            for c in clients
+            if self._progress(c).last_round and not self._progress(c).paid_through
+        ]
         if self._privacy.may_stop or left <= 0 or not clients:
             return
         entries = self._entries(rounds_done, clients)

@@ -367,7 +367,7 @@ def _cohort_byte() -> Iterator[None]:
 @contextmanager
 def budget(change: Callable[[Ledger, bool], bool]) -> Iterator[None]:
     """Change the answer before a round, and check nothing when its line is written."""
-    over = Ledger.over
+    over = Ledger.owners_over_budget
 
     def changed(self: Ledger, *settings: Any) -> tuple[None, ...]:
         return (None,) if change(self, bool(over(self, *settings))) else ()
@@ -376,8 +376,8 @@ def budget(change: Callable[[Ledger, bool], bool]) -> Iterator[None]:
         return entries
 
     with (
-        patch.object(Ledger, "over", changed),
-        patch.object(Ledger, "_affordable", unchecked),
+        patch.object(Ledger, "owners_over_budget", changed),
+        patch.object(Ledger, "_within_budget", unchecked),
     ):
         yield
 

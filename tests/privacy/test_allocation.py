@@ -177,7 +177,7 @@ def test_a_plan_is_charged_with_its_first_round_and_its_rounds_are_drawn_in_turn
     assert cohort.horizon == 12
     assert PoissonCohort(0.1, 100).horizon is None
     expected = epsilon(noise_multiplier=1.0, cohort=cohort, rounds=12, delta=1e-5)
-    assert plan.epsilon(1e-5) == plan.epsilon(1e-5, after=3) == expected
+    assert plan.epsilon(1e-5) == plan.epsilon(1e-5, after_round=3) == expected
     event = plan.charge(1)
     assert Event.from_dict(event.to_dict()) == event
     # A round that is made once more is one plain Gaussian more.

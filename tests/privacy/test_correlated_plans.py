@@ -103,11 +103,11 @@ def test_a_plan_that_releases_may_end_is_charged_before_its_first_round() -> Non
         first = History([Entry(event=one.charge(1))])
         assert first.accountant.epsilon(1e-5) == pytest.approx(one.epsilon(1e-5))
         assert one.charged_ahead
-        assert one.epsilon(1e-5, after=3) < one.epsilon(1e-5)
+        assert one.epsilon(1e-5, after_round=3) < one.epsilon(1e-5)
         # A round that is drawn again costs one more release.
-        assert first.after(Entry(event=one.charge(1, redrawn=True))).epsilon(1e-5) > one.epsilon(
+        assert first.accountant_with(Entry(event=one.charge(1, redrawn=True))).epsilon(
             1e-5
-        )
+        ) > one.epsilon(1e-5)
     with pytest.raises(FedsimError, match="may_stop is True, and the plan has no number of rounds"):
         replace(plan_of(Poisson(0.1, 100), Independent(2.0), 7), rounds=None, may_stop=True)
 

@@ -162,9 +162,9 @@ def test_a_discrete_pair_is_a_pair_of_distributions():
 def test_a_users_law_is_declared_whoever_writes_it_down():
     ledger = Ledger(delta=DELTA)
     ledger.record(Entry(event=Event(noise_multiplier=1.1, law=PoissonLaw(rate=0.1)), round=1))
-    assert not ledger.statement().declared
+    assert not ledger.statement().declared_by_user
     ledger.record(Entry(event=Event(noise_multiplier=1.1, law=Own()), round=2))
     statement = ledger.statement()
-    assert statement.declared
+    assert statement.declared_by_user
     assert "declared by the user" in statement.words
     assert "Declared by the user: that the sampler" in str(statement)

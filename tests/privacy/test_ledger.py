@@ -26,7 +26,7 @@ from fedsim.cohorts import (
 from fedsim.errors import FedsimError
 from fedsim.privacy import Budget, Entry, Event, Ledger
 from fedsim.privacy.assumptions import DECLARED_SENTENCES
-from fedsim.privacy.ledger import GENESIS, sealed_line
+from fedsim.privacy.ledger import GENESIS, chained_line
 
 
 @pytest.fixture
@@ -215,20 +215,20 @@ def test_a_chain_proves_nothing_against_forgers_but_its_head_does(path):
     """What the module says of an unsigned chain: kept here so that nobody believes more."""
     written(path, 3)
     ledger = Ledger(path)
-    end = ledger.end
+    end = ledger.position
     forged, previous = [], GENESIS
     for line in path.read_bytes().splitlines():
         entry = {**json.loads(line)["entry"]}
         del entry["previous"]
         for released in entry.get("releases", ()):
             released["event"]["noise-multiplier"] = 99.0
-        text, previous = sealed_line(entry, previous)
+        text, previous = chained_line(entry, previous)
         forged.append(text)
     path.write_bytes(b"".join(forged))
     assert Ledger(path, delta=DELTA).epsilon() < spent(3)
     assert Ledger(path).end != end
     with pytest.raises(FedsimError, match="does not continue the checkpoint's"):
-        Ledger(path).check_continues(end)
+        Ledger(path).check_extends(end)
 
 
 def test_a_ledger_is_restored_where_it_continues_a_checkpoint(path):
@@ -237,11 +237,11 @@ def test_a_ledger_is_restored_where_it_continues_a_checkpoint(path):
     assert end.lines == 3
     ledger = Ledger(path)
     ledger.record(Entry(**release(3)))
-    ledger.check_continues(end)
+    ledger.check_extends(end)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]))
     with pytest.raises(FedsimError, match="does not continue the checkpoint's, which had 3 lines"):
-        Ledger(path).check_continues(end)
+        Ledger(path).check_extends(end)
 
 
 def test_reading_neither_needs_nor_allows_writing(path, tmp_path):
@@ -328,7 +328,7 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
 
     theirs = GaussianPrivacyEvent(noise_multiplier=1.5, sample_size=96, population_size=480)
     cohort = PoissonCohort(0.2, 480)
-    ledger = Ledger(delta=DELTA, max_epsilon=2.0, declared=Event.of(cohort, 1.5))
+    ledger = Ledger(delta=DELTA, max_epsilon=2.0, declared_event=Event.of(cohort, 1.5))
     ledger.compose(theirs, 10)
     assert ledger.epsilon() == spent(10)
     assert ledger.would_exceed(theirs, 1e-3)
@@ -344,9 +344,9 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
     undeclared.compose(theirs)
     assert DECLARED_SENTENCES["sampler"] not in undeclared.statement().sentences()
     assert undeclared.entries[0].event == Event.of(FixedCohort(96, 480), 1.5)
-    with pytest.raises(FedsimError, match="declared="):
+    with pytest.raises(FedsimError, match="declared_event="):
         _ = undeclared.config
-    everybody = Ledger(delta=DELTA, declared=Event.of(FullCohort(480), 1.5))
+    everybody = Ledger(delta=DELTA, declared_event=Event.of(FullCohort(480), 1.5))
     assert everybody.config.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
     assert everybody.config.sampling_method is SamplingMethod.NO_AMPLIFICATION
 
@@ -363,7 +363,7 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
 def test_flowers_samples_may_not_be_larger_than_the_declared_law_covers(cohort, size):
     from flwr.serverapp import GaussianPrivacyEvent
 
-    ledger = Ledger(delta=DELTA, declared=Event.of(cohort, 1.5))
+    ledger = Ledger(delta=DELTA, declared_event=Event.of(cohort, 1.5))
     ledger.compose(GaussianPrivacyEvent(1.5, sample_size=size, population_size=1000))
     assert ledger.entries[0].event.law == cohort.law()
     if size < 1000:

@@ -16,7 +16,7 @@ from fedsim.federation.accounting import Accounting
 from fedsim.mechanisms import Clipping
 from fedsim.privacy import Accountant, Budget, Entry, Event, Ledger, durable
 from fedsim.privacy.laws import Poisson
-from fedsim.privacy.ledger import End, OverBudgetError
+from fedsim.privacy.ledger import LedgerPosition, OverBudgetError
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
@@ -79,7 +79,8 @@ def test_cut_at_any_byte_it_holds_its_complete_lines_and_goes_on(
         end = Ledger.read(path).end
         for more in (complete, complete + 1):  # what a checkpoint or manifest may count
             assert (
-                read.continues(End(whole.heads[more - 1 : more][0], more)) == (more == complete)
+                read.extends(LedgerPosition(whole.heads[more - 1 : more][0], more))
+                == (more == complete)
                 if more <= len(ends)
                 else True
             )
@@ -166,7 +167,7 @@ def test_a_log_is_cut_by_its_own_run_and_evidence_only_grows(tmp_path_factory, k
     """Runs a, b and c record in turns; r: a is killed, and resumes from its last checkpoint."""
     path = tmp_path_factory.mktemp("shared") / "ledger.jsonl"
     ledgers = {run: Ledger(path, delta=DELTA) for run in "abc"}
-    rounds, checkpoint, before = dict.fromkeys("abc", 0), (End(), 0), b""
+    rounds, checkpoint, before = dict.fromkeys("abc", 0), (LedgerPosition(), 0), b""
     for kind in kinds:
         if kind == "r":
             ledgers["a"] = Ledger(path, delta=DELTA)
@@ -189,7 +190,7 @@ def test_a_log_is_cut_by_its_own_run_and_evidence_only_grows(tmp_path_factory, k
         rounds[kind] += 1
         ledgers[kind].record(*of_server(rounds[kind], kind, entropy))
         if kind == "a" and rounds["a"] % 2:
-            checkpoint = (ledgers["a"].end, rounds["a"])
+            checkpoint = (ledgers["a"].position, rounds["a"])
         data = path.read_bytes()
         if entropy == "system":
             assert data.startswith(before)
@@ -219,7 +220,7 @@ def test_equal_runs_have_equal_heads_and_a_log_killed_and_resumed_too(
         resumed.record(*entries_of(number, run="another id"))
     assert Ledger.read(tmp_path / "two").heads == one.heads
     # From the start, where there is no checkpoint.
-    resumed.resume(End(), "another id")
+    resumed.resume(LedgerPosition(), "another id")
     for number in (1, 2, 3, 4, 5):
         resumed.record(*entries_of(number, run="another id"))
     assert Ledger.read(tmp_path / "two").heads == one.heads
@@ -286,7 +287,7 @@ def test_a_budget_names_the_clients_that_it_does_not_allow(tmp_path):
     with pytest.raises(OverBudgetError, match=r"client\.noise\.max-epsilon = .* of client 0 at"):
         ledger.record(*of_examples(4, entropy="system"), budget=budget)
     assert (tmp_path / "ledger.jsonl").read_bytes() == data
-    assert ledger.over(budget, of_examples(4)) == (0, 3)
+    assert ledger.owners_over_budget(budget, of_examples(4)) == (0, 3)
 
 
 def test_a_plan_is_recorded_for_as_many_rounds_as_its_budget_affords(tmp_path):
@@ -299,12 +300,12 @@ def test_a_plan_is_recorded_for_as_many_rounds_as_its_budget_affords(tmp_path):
             Entry(round=1, through=rounds, event=EVENT.times(rounds), entropy="config", run="a")
         ]
 
-    ledger.record_due(lambda: ledger.longest(entries, 20, budget), budget)
+    ledger.record_due(lambda: ledger.affordable_entries(entries, 20, budget), budget)
     assert ledger.progress("a") == (1, 7)
     assert ledger.epsilon() == pytest.approx(spent(8), rel=1e-12)
     with pytest.raises(BudgetSpentError):
-        ledger.record_due(lambda: ledger.longest(entries, 20, budget), budget)
-    assert ledger.longest(entries, 3)[-1].through == 3
+        ledger.record_due(lambda: ledger.affordable_entries(entries, 20, budget), budget)
+    assert ledger.affordable_entries(entries, 3)[-1].through == 3
     with pytest.raises(FedsimError, match="counts 0, and no earlier line charges the plan"):
         ledger.record(Entry(round=2, event=Event.of(COHORT, 2.0).times(0), entropy="config"))
 

@@ -252,7 +252,7 @@ def test_fewer_rounds_that_were_planned_cost_what_their_rows_do(noise, expected)
     fitted = plan(1.0).noise
     assert isinstance(fitted, Correlated)
     one = plan(fitted.sensitivity(TEN_100))
-    found = [one.epsilon(1e-5, after=t) for t in (1, 10, 11, 20, 50, 91, 100)]
+    found = [one.epsilon(1e-5, after_round=t) for t in (1, 10, 11, 20, 50, 91, 100)]
     assert found == pytest.approx(expected, abs=2e-3)
     assert one.epsilon(1e-5) == found[-1]
 

@@ -44,8 +44,8 @@ def test_epsilon_before_and_on_the_way_is_the_accountants() -> None:
     assert plan.epsilon(1e-5) == pytest.approx(1.5154, abs=2e-3)
     cohort = Poisson(0.01)
     spent = epsilon(noise_multiplier=1.1, cohort=cohort, rounds=300, delta=1e-5)
-    assert plan.epsilon(1e-5, after=300) == pytest.approx(spent)
-    assert plan.epsilon(1e-5, after=0) == 0
+    assert plan.epsilon(1e-5, after_round=300) == pytest.approx(spent)
+    assert plan.epsilon(1e-5, after_round=0) == 0
     assert plan.denominator == 10
 
 
@@ -192,7 +192,7 @@ def test_a_plan_without_noise_or_bound_is_not_private() -> None:
     assert plan_of(Full(9)).private
     for plan in (plan_of(Full(9), z=0.0), plan_of(Full(9), bound=Bounded("none"))):
         assert not plan.private
-        assert plan.epsilon(1e-5, after=1) == float("inf")
+        assert plan.epsilon(1e-5, after_round=1) == float("inf")
 
 
 @pytest.mark.parametrize(

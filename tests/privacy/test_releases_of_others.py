@@ -30,7 +30,9 @@ def test_a_release_is_on_the_disk_before_it_is_made(tmp_path: Path) -> None:
     for number in range(1, 4):
         with ledger.release(PLAN, number) as entry:
             assert Ledger.read(path).entries[-1] == entry
-    assert Ledger.read(path).epsilon(1e-5) == pytest.approx(PLAN.epsilon(1e-5, after=3), rel=1e-9)
+    assert Ledger.read(path).epsilon(1e-5) == pytest.approx(
+        PLAN.epsilon(1e-5, after_round=3), rel=1e-9
+    )
     words = str(Ledger.read(path).statement(1e-5))
     assert "as the user declares" in words
     assert "the bound, which is not fedsim's own" in words
@@ -61,7 +63,7 @@ def test_a_loop_that_fails_in_a_round_has_spent_it_and_spends_it_again(tmp_path:
     again = Ledger(path)
     with again.release(PLAN, 1) as entry:
         assert entry.round == 1
-    assert again.epsilon(1e-5) == pytest.approx(PLAN.epsilon(1e-5, after=2), rel=1e-9)
+    assert again.epsilon(1e-5) == pytest.approx(PLAN.epsilon(1e-5, after_round=2), rel=1e-9)
 
 
 @pytest.mark.parametrize("sampler", [SeparatedCohort(5, 0.5, 100), CyclicCohort(5, 0.5, 100)])
@@ -76,7 +78,7 @@ def test_a_repeated_round_keeps_the_population(sampler, tmp_path: Path) -> None:
 
 
 def test_a_budget_ends_the_loop_before_it_is_exceeded(tmp_path: Path) -> None:
-    budget = PLAN.epsilon(1e-5, after=3) * 1.0001
+    budget = PLAN.epsilon(1e-5, after_round=3) * 1.0001
     ledger, made = Ledger(tmp_path / "ledger.jsonl", delta=1e-5, max_epsilon=budget), []
     for number in range(1, 4):
         with ledger.release(PLAN, number):

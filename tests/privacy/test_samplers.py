@@ -290,7 +290,7 @@ def test_a_users_sampler_is_declared_unless_its_event_follows_from_its_probabili
         plan = ReleasePlan(
             level="client", sampler=sampler, bound=Clipping(1.0), noise=Independent(1.0)
         )
-        return plan.declared
+        return plan.user_parts
 
     assert declared(Mine(0.1, 10)) == ["sampler"]
     assert not declared(Weighted(10, 0.5))

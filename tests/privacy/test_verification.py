@@ -9,7 +9,7 @@ import pytest
 from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Entry, Event, Ledger
-from fedsim.privacy.ledger import GENESIS, sealed_line
+from fedsim.privacy.ledger import GENESIS, chained_line
 from fedsim.privacy.manifest import (
     MANIFEST,
     Manifest,
@@ -76,7 +76,7 @@ def resealed(run: Path, noise: float) -> None:
         del entry["previous"]
         for release in entry.get("releases", ()):
             release["event"]["noise-multiplier"] = noise
-        text, previous = sealed_line(entry, previous, whole["noted"])
+        text, previous = chained_line(entry, previous, whole["noted"])
         lines.append(text)
     (run / "ledger.jsonl").write_bytes(b"".join(lines))
 

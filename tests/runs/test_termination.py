@@ -129,7 +129,7 @@ def test_a_command_that_is_asked_to_end_accounts_for_nothing_after_the_round(
         append(file, row)
         if row["round"] == 2 and not signalled:
             signalled.append(file.path.parent)
-            monkeypatch.setattr(Statement, "of", fails)
+            monkeypatch.setattr(Statement, "from_history", fails)
             monkeypatch.setattr(Accountant, "cost", fails)
             os.kill(os.getpid(), number)
 

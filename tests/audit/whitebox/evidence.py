@@ -29,7 +29,7 @@ from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
 from fedsim.privacy.laws import Participation
-from fedsim.privacy.plan import of_user
+from fedsim.privacy.plan import is_user_code
 
 MAX_ROUNDS = 1000
 SILENT_RUNS = 2
@@ -330,7 +330,7 @@ class ClientEvidence(Evidence):
     def declared_law(self) -> tuple[Cohort, Event, int, int] | None:
         """A sampler that fedsim does not ship, to draw from; None for fedsim's own."""
         cohort = self.target.plan.sampler
-        if isinstance(cohort, InclusionSampler) or not of_user(cohort):
+        if isinstance(cohort, InclusionSampler) or not is_user_code(cohort):
             return None
         return cohort, self.target.event, self.target.rounds, self.seed
 
