@@ -171,7 +171,7 @@ class Landscape(ConfigRuns):
             return super().run(settings)
         config, count = self.config_of(settings[PRICE]), len(self.settings.clip_norms)
         delta, plan = config.noise.delta, release_plan(config)
-        one = plan.event().over(config.rounds)
+        one = plan.event().over_rounds(config.rounds)
         everything = Accountant([one] * count).epsilon(delta)
         result: Result = {"one": plan.epsilon(delta), "all": everything}
         for name in NUMBERS:

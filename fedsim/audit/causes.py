@@ -162,7 +162,7 @@ def oversampling(samples: Sampled | None) -> float:
     """Measured over claimed sampling rate; 1 if it is not known."""
     if samples is None or samples.law is None:
         return 1.0
-    return float(samples.membership.mean()) / samples.law.one
+    return float(samples.membership.mean()) / samples.law.single
 
 
 def sample_causes(samples: Sampled) -> Iterable[Finding]:
@@ -176,7 +176,7 @@ def sample_causes(samples: Sampled) -> Iterable[Finding]:
         explained = {test for test in failing if test(at_rate).p_value > CHANCE}
         variance = rate * (1 - rate)
         uneven = np.square(samples.membership.sum(0) - rounds * rate).mean() > rounds * variance
-        cause = OVERSAMPLED if rate > law.one else UNDERSAMPLED
+        cause = OVERSAMPLED if rate > law.single else UNDERSAMPLED
         if frequencies in failing - explained and uneven:
             cause = UNEVEN_SAMPLING
         results |= {test: replace(results[test], cause=cause) for test in explained}

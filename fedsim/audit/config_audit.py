@@ -99,7 +99,7 @@ class PlanClaim:
         if self.round_event.law.rounds > 1:
             return None
         sensitivity = 2.0 if self.adjacency == "replace-one" else 1.0
-        return inclusion.one * sensitivity / self.noise_multiplier
+        return inclusion.single * sensitivity / self.noise_multiplier
 
     @property
     def round_event(self) -> Event:

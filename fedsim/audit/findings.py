@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scipy.special import chdtr, chdtrc, log_ndtr, stdtr
 
 from fedsim.array_types import Floats
-from fedsim.privacy.losses import bisected
+from fedsim.privacy.losses import bisect_interval
 
 Part = Literal["sampler", "bound", "noise", "plan", "ledger"]
 PValues = Callable[[Floats, Any], Floats]
@@ -169,7 +169,7 @@ class Statistic:
         if self._p_value_at(index, self.expected) <= risk:
             return self.expected
         step = 1.0 if self.whole else max(abs(self.expected), 1e-3)
-        inside, outside = bisected(
+        inside, outside = bisect_interval(
             lambda k: self._p_value_at(index, self.expected + sign * k * step) <= risk, 1e-12, 2e18
         )
         return self.expected + sign * (math.inf if outside == math.inf else inside * step)

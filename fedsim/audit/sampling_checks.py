@@ -123,7 +123,7 @@ class Sampled:
     @property
     def is_random(self) -> bool:
         """Whether there is a law, and not all clients are sampled in every round."""
-        everyone = not self.client_rates and self.law is not None and self.law.one == 1
+        everyone = not self.client_rates and self.law is not None and self.law.single == 1
         return self.has_law and not everyone
 
     @property
@@ -190,8 +190,8 @@ def sizes(sampled: Sampled) -> Finding:
         return invariant(sampled.examined, fault, f"{law.size} in every round")
     return statistical(
         sampled.examined,
-        _binomial("{} in one round", counts, n, law.one),
-        _binomial("{} in all rounds", counts.sum(), n * rounds, law.one),
+        _binomial("{} in one round", counts, n, law.single),
+        _binomial("{} in all rounds", counts.sum(), n * rounds, law.single),
     )
 
 
@@ -200,9 +200,9 @@ def spread(sampled: Sampled) -> Finding:
     law, (rounds, n) = sampled.inclusion, sampled.membership.shape
     if law.size is not None:
         return invariant(sampled.examined, None, "none")
-    variance = n * law.one * (1 - law.one)
-    ratio = float(np.square(sampled.membership.sum(1) - n * law.one).mean() / variance)
-    compared = _dispersion("a std of {} of a binomial's", ratio, rounds, variance, law.one)
+    variance = n * law.single * (1 - law.single)
+    ratio = float(np.square(sampled.membership.sum(1) - n * law.single).mean() / variance)
+    compared = _dispersion("a std of {} of a binomial's", ratio, rounds, variance, law.single)
     return statistical(sampled.examined, compared)
 
 
@@ -211,7 +211,7 @@ def frequencies(sampled: Sampled) -> Finding:
     if finding := sampled.bernstein_finding("ij->j", "clients"):
         return finding
     rounds, n = sampled.membership.shape
-    counts, q = sampled.membership.sum(0), sampled.inclusion.one
+    counts, q = sampled.membership.sum(0), sampled.inclusion.single
     variance = rounds * q * (1 - q)
     ratio = float(np.square(counts - rounds * q).mean() / variance)
     return statistical(
@@ -227,7 +227,7 @@ def together(sampled: Sampled) -> Finding:
         return finding
     rounds, n = sampled.membership.shape
     counts = (sampled.membership.T @ sampled.membership)[np.triu_indices(n, 1)]
-    compared = _binomial("one pair in {} rounds", counts, rounds, sampled.inclusion.two)
+    compared = _binomial("one pair in {} rounds", counts, rounds, sampled.inclusion.pair)
     return statistical(f"{sampled.examined}, {len(counts):,} pairs", compared)
 
 
@@ -240,7 +240,7 @@ def overlaps(sampled: Sampled) -> Finding:
         return finding
     law = sampled.inclusion
     counts = (sampled.membership @ sampled.membership.T)[np.triu_indices(rounds, 1)]
-    compared = _binomial("two rounds have {} in common", counts, n, law.one**2)
+    compared = _binomial("two rounds have {} in common", counts, n, law.single**2)
     if law.size is not None:
         m = law.size
         compared = replace(
@@ -252,7 +252,7 @@ def overlaps(sampled: Sampled) -> Finding:
 def succession(sampled: Sampled) -> Finding:
     """Whether being sampled changes later odds, of the client or of clients some ids away."""
     law, n, longest = sampled.inclusion, sampled.membership.shape[1], max(sampled.lengths)
-    q = law.one
+    q = law.single
     centred = (sampled.membership - q) / math.sqrt(q * (1 - q))
     # Sums of products of rounds a lag apart and clients a shift apart, by the convolution theorem;
     # zero padding keeps the last rounds and ids apart from the first.
@@ -279,7 +279,7 @@ def succession(sampled: Sampled) -> Finding:
 
 def periodicity(sampled: Sampled) -> Finding:
     """Whether a client is sampled periodically, such as in every second round at twice the rate."""
-    q = sampled.inclusion.one
+    q = sampled.inclusion.single
     length, variance = max(sampled.lengths), q * (1 - q)
     # The tails of sums of few rare draws are heavier than normal, depending on kurtosis.
     if length < MAX_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
@@ -370,7 +370,7 @@ def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Findi
             indicators[index, ids[(ids >= 0) & (ids < population)]] = 1
     inclusion = event.law.inclusion(population)
     examined = f"{REPEATED_DRAWS} draws of {rounds} rounds over {population:,} clients"
-    rate = event.law.rate if inclusion is None else inclusion.one
+    rate = event.law.rate if inclusion is None else inclusion.single
 
     def p_of(counts: Floats) -> Floats:
         p_values = _binomial_p(counts, REPEATED_DRAWS, rate)
@@ -383,5 +383,5 @@ def declared_law(sampler: Cohort, event: Event, rounds: int, seed: int) -> Findi
         first = membership[:, 0]
         counts = (first.T @ first)[np.triu_indices(population, 1)]
         words = f"one pair in {{}} of {REPEATED_DRAWS} draws of a round"
-        compared.append(_binomial(words, counts, REPEATED_DRAWS, inclusion.two))
+        compared.append(_binomial(words, counts, REPEATED_DRAWS, inclusion.pair))
     return statistical(examined, *compared)

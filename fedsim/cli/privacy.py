@@ -207,7 +207,7 @@ def _answer_table(answer: Answer) -> Table:
         "rounds": f"{answer.rounds:,}",
     }
     table = Table.grid(padding=(0, 2))
-    table.add_row(Text(question.asks, "bold"), Text(rows.pop(question.asks), "bold green"))
+    table.add_row(Text(question.unknown, "bold"), Text(rows.pop(question.unknown), "bold green"))
     for name, value in rows.items():
         table.add_row(name, value)
     table.add_row("delta", f"{question.delta:g}")
@@ -230,7 +230,7 @@ def _answer_table(answer: Answer) -> Table:
         larger = f"for a cohort of {question.simulated:,}, no guarantee of this run; "
         why = "the noise follows from the config's seed; see noise.entropy"
         table.add_row("simulated", (larger if question.simulated > 1 else "") + why)
-    if question.past and question.asks == "noise multiplier":
+    if question.past and question.unknown == "noise multiplier":
         table.add_row("", "chosen after releases, therefore by Rényi accounting")
     return table
 

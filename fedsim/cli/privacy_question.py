@@ -226,7 +226,7 @@ def with_sampling(question: Question, sampling: str | None, options: dict[str, A
     # At example level the number of examples is public, so neighbours are zero-out.
     if question.level == "example" and "zero-out" in kind.neighbours:
         set_options.setdefault("adjacency", "zero-out")
-    return replace(question, law=kind.of_options(**set_options))
+    return replace(question, law=kind.from_options(**set_options))
 
 
 def with_plan(question: Question, changes: dict[str, Any]) -> Question:

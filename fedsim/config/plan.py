@@ -165,7 +165,7 @@ def entropy(config: RunConfig) -> Literal["config", "system"]:
 def planned_releases(config: RunConfig) -> list[Event]:
     """Events of all that a run plans to release of whole clients: its rounds and evaluations."""
     plan = uncalibrated_plan(config, config.mechanism.make())
-    return [plan.event().over(config.rounds), *evaluation_events(config)]
+    return [plan.event().over_rounds(config.rounds), *evaluation_events(config)]
 
 
 def may_stop(flat: Mapping[str, Scalar]) -> bool:
@@ -212,7 +212,7 @@ def _early_end_assumption(config: RunConfig, statement: Statement) -> str:
     """What a run that has ended early assumes, and what all its planned rounds would cost."""
     made = max((entry.round or 0 for entry in statement.entries), default=0)
     plan = release_plan(config, config.mechanism.make())
-    rest = plan.event().further(max(config.rounds - made, 0), made)
+    rest = plan.event().further_rounds(max(config.rounds - made, 0), made)
     total = Accountant([*statement.events, *([rest] if rest.count else [])])
     return (
         f"Assumed: that the run has ended after {made:,} of {config.rounds:,} planned rounds does "

@@ -19,7 +19,7 @@ from fedsim.privacy.statement import epsilon_marks
 from fedsim.randomness import Randomness
 
 
-def keyed(
+def keyed_randomness(
     seed: int | Randomness | None,
     plan: ReleasePlan[Bounded],
     others: Mapping[str, object],
@@ -79,7 +79,7 @@ class Accounting:
     def _progress(self) -> RunProgress:
         return self.ledger.progress(self.run, self.kind)
 
-    def stops(self, server_round: int) -> str | None:
+    def refusal(self, server_round: int) -> str | None:
         """Why this round may not be made; None if it may."""
         plan, budget = self.plan, self._budget
         if plan.closed and self.kind == "release":
@@ -105,19 +105,21 @@ class Accounting:
             event = self.plan.event().times(0)
         elif self.plan.may_stop:
             fewest = 1 if self.plan.separable else self.plan.rounds or 1
-            return self._whole(server_round, clip_norm, fewest)
+            return self._plan_entries(server_round, clip_norm, fewest)
         else:
             event = self.plan.charge(server_round)
         return [self._entry(server_round, event, clip_norm)]
 
-    def _whole(self, server_round: int, clip_norm: float | None, rounds: int) -> Sequence[Entry]:
+    def _plan_entries(
+        self, server_round: int, clip_norm: float | None, rounds: int
+    ) -> Sequence[Entry]:
         """Entries that charge so many rounds of a plan, and their evaluations, before the first."""
         plan = self.plan
         whole = plan.charge(1) if rounds == plan.rounds else plan.event().times(rounds)
         own = replace(self._entry(server_round, whole, clip_norm), through=rounds)
-        return [*self._evaluations(0, rounds), own]
+        return [*self._evaluation_entries(0, rounds), own]
 
-    def _evaluations(self, done: int, rounds: int) -> list[Entry]:
+    def _evaluation_entries(self, done: int, rounds: int) -> list[Entry]:
         """An entry that charges the evaluations of rounds ``done + 1`` to ``rounds``, if any."""
         every = self.evaluations_every
         count = rounds // every - done // every
@@ -148,14 +150,14 @@ class Accounting:
         Returns
         -------
         str or None
-            Why this round may not be made: another process has spent the budget since `stops`.
+            Why this round may not be made: another process has spent the budget since `refusal`.
         """
 
         def due() -> Sequence[Entry]:
             entries = self._entries(server_round, clip_norm)
             if entries[-1].through is None or not self.plan.separable:
                 return entries
-            whole = partial(self._whole, server_round, clip_norm)
+            whole = partial(self._plan_entries, server_round, clip_norm)
             return self.ledger.affordable_entries(whole, self.plan.rounds or 1, self._budget)
 
         try:
@@ -203,9 +205,9 @@ class Accounting:
         done = max(rounds_done, self._progress.paid_through)
 
         def entries(count: int) -> Sequence[Entry]:
-            event = self.plan.event().further(count, done)
+            event = self.plan.event().further_rounds(count, done)
             rest = replace(self._entry(rounds_done, event), through=done + count)
-            return [*self._evaluations(done, done + count), rest]
+            return [*self._evaluation_entries(done, done + count), rest]
 
         with suppress(BudgetSpentError):  # it does not afford a single round more
             self.ledger.record_due(
@@ -213,17 +215,17 @@ class Accounting:
                 self._budget,
             )
 
-    def spent(self, rounds_done: int) -> str:
+    def cost_text(self, rounds_done: int) -> str:
         """The cost so far, as text for a progress line."""
         cost = self.ledger.cost(self.delta)
         simulated = self.plan.simulated_mark(self.randomness.entropy)
         return (
             f"epsilon{epsilon_marks(simulated, self.plan.declared_by_user)} {cost.epsilon:.4g} at "
             f"delta {cost.delta:g} (client level, {cost.adjacency})"
-            f"{self._so_far(rounds_done, cost)}"
+            f"{self._shorter_plan_text(rounds_done, cost)}"
         )
 
-    def _so_far(self, rounds_done: int, cost: Cost) -> str:
+    def _shorter_plan_text(self, rounds_done: int, cost: Cost) -> str:
         """Text for a plan charged as a whole: what it would have cost, planned to end here."""
         if not self.plan.charged_ahead:
             return ""
@@ -241,7 +243,7 @@ class Accounting:
         }
 
     @property
-    def _empty(self) -> bool:
+    def _lines_come_from_state(self) -> bool:
         """Whether the ledger is in memory and empty, so that its lines come from a state."""
         return self.ledger.path is None and not self.ledger.entries
 
@@ -254,7 +256,7 @@ class Accounting:
             If the ledger lacks releases that the state counts.
         """
         ledger = self.ledger
-        if self._empty:
+        if self._lines_come_from_state:
             ledger = Ledger(declared_event=ledger.declared_event)
             ledger.load_state_dict(dict(state))
         if not ledger.extends(LedgerPosition(state["head"], state["length"])):
@@ -265,7 +267,7 @@ class Accounting:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; a log is cut back to it."""
-        if self._empty:
+        if self._lines_come_from_state:
             self.ledger.load_state_dict(dict(state))
         self.run = str(state["run"])
         self.ledger.resume(LedgerPosition(state["head"], state["length"]), self.run)

@@ -264,7 +264,7 @@ class ClientEvaluation:
         if not self.fraction or server_round % self.metrics.every:
             return []
         if (accounting := self.accounting) is not None:
-            if (reason := accounting.stops(server_round)) is not None:
+            if (reason := accounting.refusal(server_round)) is not None:
                 raise BudgetSpentError(reason)
             if server_round <= self.last_round:
                 raise ValueError(

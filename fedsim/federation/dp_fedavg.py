@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from fedsim.arguments import check_arguments
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.federation.accounting import Accounting, keyed
+from fedsim.federation.accounting import Accounting
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.aggregation.secagg.server import SecureSum
 from fedsim.federation.aggregation.server_sum import (
@@ -201,7 +201,7 @@ evaluate_metrics_aggr_fn
             "algorithm": clients.algorithm, "replying": availability.replying,
             "server-optimizer": server_optimizer, "reachable": availability.reachable,
         }  # fmt: skip
-        self.randomness = keyed(seed, plan, settings)
+        self.randomness = keyed_randomness(seed, plan, settings)
         plan.check_entropy(self.randomness.entropy)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
@@ -272,7 +272,7 @@ evaluate_metrics_aggr_fn
         if self.private and not report.summed and self.stopped is None:
             lines.append(f"\t├──> {empty_sum(report.update_norm is not None)}")
         if self.private:
-            lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")
+            lines.append(f"\t└──> {self._accounting.cost_text(self.rounds_done)}")
         return lines
 
     def summary(self) -> None:

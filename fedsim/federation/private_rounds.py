@@ -109,7 +109,7 @@ class PrivateRounds(ResumableStrategy):
                 "cohort would be drawn twice; a new run needs a new strategy."
             )
         self._pending = None
-        if self.stopped is not None or self._stops(self._accounting.stops(server_round)):
+        if self.stopped is not None or self._stops(self._accounting.refusal(server_round)):
             return []
         server = tensors(arrays)
         layout = self.take_layout(server)

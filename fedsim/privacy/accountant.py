@@ -237,7 +237,7 @@ class Accountant:
         if len(composed) > MAX_EXACT:
             return None
         if self.mu:
-            gaussian = SampledGaussian(1.0, 1 / self.mu).both
+            gaussian = SampledGaussian(1.0, 1 / self.mu).both_directions
             composed[gaussian] = composed.get(gaussian, 0) + 1
         return composed
 

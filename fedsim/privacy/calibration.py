@@ -54,7 +54,7 @@ def cost(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float)
 
 def _plan(noise_multiplier: float, cohort: Sampler, rounds: int) -> Accountant:
     _check_rounds(rounds)
-    return Accountant([Event.of(cohort, noise_multiplier).over(rounds)])
+    return Accountant([Event.of(cohort, noise_multiplier).over_rounds(rounds)])
 
 
 @check_arguments
@@ -77,7 +77,9 @@ def calibrate(*, target_epsilon: float, cohort: Sampler, rounds: int, delta: flo
     """
     _check_rounds(rounds)
     return calibrate_events(
-        lambda z: [Event.of(cohort, z).over(rounds)], target_epsilon=target_epsilon, delta=delta
+        lambda z: [Event.of(cohort, z).over_rounds(rounds)],
+        target_epsilon=target_epsilon,
+        delta=delta,
     )
 
 
@@ -176,7 +178,7 @@ def rounds_within_events(
         total = before.copy()
         for further in others(rounds):
             total.add(further)
-        return not total.would_exceed(event.over(rounds), max_epsilon, delta)
+        return not total.would_exceed(event.over_rounds(rounds), max_epsilon, delta)
 
     low, high = 0, 1
     while fits(high):
@@ -237,7 +239,7 @@ class Question:
     may_stop: bool = False
 
     @property
-    def asks(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
+    def unknown(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
         """The quantity to be found."""
         if self.target_epsilon is not None:
             return "noise multiplier"
@@ -250,7 +252,7 @@ class Question:
 
     def events(self, noise_multiplier: float, rounds: int) -> tuple[Event, ...]:
         """All events, past ones included, of a run with ``rounds`` rounds at this noise."""
-        further = (self.event(noise_multiplier).over(rounds),) if rounds else ()
+        further = (self.event(noise_multiplier).over_rounds(rounds),) if rounds else ()
         return (*self.past, *self.further_events(self, rounds), *further)
 
     def answer(self) -> Answer:
@@ -266,8 +268,8 @@ class Question:
                 f"target epsilon is {self.target_epsilon} and max epsilon {self.max_epsilon}; "
                 "give the first to get a noise multiplier, or the second to get rounds."
             )
-        if self.asks == "noise multiplier":
-            return self._noise(self._required("rounds", self.rounds))
+        if self.unknown == "noise multiplier":
+            return self._calibrated_answer(self._required("rounds", self.rounds))
         noise = self._required("noise multiplier", self.noise_multiplier)
         if self.max_epsilon is not None:
             rounds = rounds_within_events(
@@ -280,7 +282,7 @@ class Question:
             return self._answer_for(noise, rounds)
         return self._answer_for(noise, self._required("rounds", self.rounds))
 
-    def _noise(self, rounds: int) -> Answer:
+    def _calibrated_answer(self, rounds: int) -> Answer:
         """Answer with the least noise multiplier that meets the target epsilon."""
         if self.noise_multiplier is not None:
             raise FedsimError(
@@ -302,7 +304,7 @@ class Question:
         return replace(answer, cost=cost)
 
     def _answer_for(self, noise: float, rounds: int) -> Answer:
-        if rounds or self.asks == "epsilon":
+        if rounds or self.unknown == "epsilon":
             _check_rounds(rounds)
         accountant = Accountant(self.events(noise, rounds))
         cost = accountant.cost(self.delta)
@@ -311,7 +313,7 @@ class Question:
     def _required(self, name: str, value: Value | None) -> Value:
         if value is None:
             raise FedsimError(
-                f"{name} is not set; it must be, to find the {self.asks}: of noise multiplier, "
+                f"{name} is not set; it must be, to find the {self.unknown}: of noise multiplier, "
                 "rounds and an epsilon, two determine the third."
             )
         return value

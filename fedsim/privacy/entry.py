@@ -143,8 +143,8 @@ class History:
         event, self.last = entry.event, entry
         if not event.count:
             return
-        is_new = event.once not in self.counts
-        self.counts[event.once] += event.count
+        is_new = event.single not in self.counts
+        self.counts[event.single] += event.count
         if is_new and self._accountant is not None:
             self._accountant.add(event)
         else:
@@ -172,7 +172,7 @@ class History:
         total = History()
         total.counts, total._accountant = self.counts.copy(), None
         for entry in entries:
-            if not entry.event.count and not total.counts[entry.event.once]:
+            if not entry.event.count and not total.counts[entry.event.single]:
                 raise FedsimError(
                     f"round {entry.round} counts 0, and no earlier line charges the plan that it "
                     "belongs to."

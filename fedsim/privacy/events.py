@@ -127,11 +127,11 @@ class Event:
         """This event, ``count`` times."""
         return replace(self, count=self.count * count)
 
-    def over(self, rounds: int) -> Event:
+    def over_rounds(self, rounds: int) -> Event:
         """Event of ``rounds`` rounds: this one, once for every `Law.rounds` of them begun."""
         return self.times(-(-rounds // self.law.rounds))
 
-    def further(self, rounds: int, made: int) -> Event:
+    def further_rounds(self, rounds: int, made: int) -> Event:
         """Event of ``rounds`` more rounds after ``made`` rounds, the last of which had this event.
 
         If an event covers several rounds, the rest of those already charged is free.
@@ -139,10 +139,10 @@ class Event:
         if self.law.rounds == 1:
             return self.times(rounds)
         blocks = -(-made // self.law.rounds)
-        return self.once.times(-(-(made + rounds) // self.law.rounds) - blocks)
+        return self.single.times(-(-(made + rounds) // self.law.rounds) - blocks)
 
     @cached_property
-    def once(self) -> Event:
+    def single(self) -> Event:
         """One invocation of this event."""
         return self if self.count == 1 else replace(self, count=1)
 

@@ -30,7 +30,7 @@ def event_of(event: Event | GaussianPrivacyEvent, declared_event: Event | None) 
     size, population = event.sample_size, event.population_size
     law: Law = FullLaw(population=population)
     if declared_event is not None:
-        law = declared_event.law.sampled(size, population)
+        law = declared_event.law.with_sample_size(size, population)
     elif size != population:
         law = FixedSizeLaw(size=size, population=population)
     return Event(noise_multiplier=event.noise_multiplier, law=law)
@@ -59,7 +59,7 @@ def privacy_config(
         target_delta=delta,
         population_size=declared_event.law.population,
         neighboring_relation=NeighboringRelation[relation],
-        sampling_method=SamplingMethod[declared_event.law.flower],
+        sampling_method=SamplingMethod[declared_event.law.flower_method],
         max_epsilon=max_epsilon,
     )
 

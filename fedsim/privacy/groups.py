@@ -12,7 +12,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, check_delta
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
-from fedsim.privacy.losses import bisected, gaussian_epsilon
+from fedsim.privacy.losses import bisect_interval, gaussian_epsilon
 
 FINEST, COARSEST = 1e-4, 0.02
 """Least and largest step of the grid of losses."""
@@ -26,7 +26,7 @@ def group_epsilon(
 ) -> float:
     """Epsilon of a composition of events for an owner of up to ``size`` rows, for all together.
 
-    The events are those of a plan (``plan.event().over(rounds)``), or of a ledger's lines
+    The events are those of a plan (``plan.event().over_rounds(rounds)``), or of a ledger's lines
     (`Statement.events`).
 
     Without sampling, k rows move a sum by at most k C: exactly a Gaussian of k times the
@@ -71,7 +71,7 @@ def group_epsilon(
     mu = accountant.gaussian_mu
     if mu is not None:
         return gaussian_epsilon(size * mu, delta) if mu else 0.0
-    if chained or any(law.together(size) is None for law, _ in accountant.sampled):
+    if chained or any(law.group_sampling(size) is None for law, _ in accountant.sampled):
         return _chain(accountant, size, delta)
     return _mixtures(accountant.sampled, accountant.mu, size, delta)
 
@@ -90,7 +90,7 @@ def _mixtures(
     row_counts = np.arange(size + 1).tolist()
     for (law, z), count in sorted(sampled.items(), key=repr):
         release = pld.from_mixture_gaussian_mechanism(
-            z, row_counts, law.together(size), value_discretization_interval=step
+            z, row_counts, law.group_sampling(size), value_discretization_interval=step
         )
         total = total.compose(release.self_compose(count))
     if mu:
@@ -110,4 +110,4 @@ def _chain(accountant: Accountant, size: int, delta: float) -> float:
         terms = np.logaddexp.reduce(epsilon * np.arange(size))
         return bool(math.log(single_delta) + terms <= math.log(delta))
 
-    return size * bisected(holds, 1e-4, LARGEST / size, accountant.epsilon(delta))[1]
+    return size * bisect_interval(holds, 1e-4, LARGEST / size, accountant.epsilon(delta))[1]

@@ -53,15 +53,15 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
-    return bisected(lambda epsilon: gaussian_delta(mu, epsilon) <= delta, 1e-12)[1]
+    return bisect_interval(lambda epsilon: gaussian_delta(mu, epsilon) <= delta, 1e-12)[1]
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
     """Largest ``mu`` that is (epsilon, delta)-private, to 1e-12 relative, rounded down."""
-    return bisected(lambda mu: gaussian_delta(mu, epsilon) > delta, 1e-12)[0]
+    return bisect_interval(lambda mu: gaussian_delta(mu, epsilon) > delta, 1e-12)[0]
 
 
-def bisected(
+def bisect_interval(
     is_enough: Callable[[float], bool],
     tolerance: float,
     most: float = math.inf,
@@ -143,7 +143,7 @@ class DominatingPair(ABC):
     """
 
     @abstractmethod
-    def ends(self) -> tuple[float, float]:
+    def loss_range(self) -> tuple[float, float]:
         """The least and the largest finite loss, up to negligible mass (`RELEASE_TAIL`)."""
 
     @abstractmethod
@@ -174,11 +174,11 @@ class SampledGaussian(DominatingPair):
     noise_multiplier: float
 
     @property
-    def both(self) -> tuple[DominatingPair, DominatingPair]:
+    def both_directions(self) -> tuple[DominatingPair, DominatingPair]:
         """Both directions: this pair, and that of adding the row."""
         return self, Reversed(self)
 
-    def ends(self) -> tuple[float, float]:
+    def loss_range(self) -> tuple[float, float]:
         """The least and the largest finite loss, but for negligible mass."""
         reach = -self.noise_multiplier * float(ndtri(RELEASE_TAIL))
         low, high = self._loss(np.array([-reach, 1 + reach]))
@@ -237,9 +237,9 @@ class Reversed(DominatingPair):
 
     pair: DominatingPair
 
-    def ends(self) -> tuple[float, float]:
+    def loss_range(self) -> tuple[float, float]:
         """The least and the largest finite loss, but for negligible mass."""
-        low, high = self.pair.ends()
+        low, high = self.pair.loss_range()
         return -high, -low
 
     def std(self, *, upper: bool = False) -> float:
@@ -307,7 +307,7 @@ class DiscretePair(AtomicPair):
         losses = np.concatenate([[-np.inf], losses, [np.inf]])
         return losses, upper / upper.sum(), lower / lower.sum()
 
-    def ends(self) -> tuple[float, float]:
+    def loss_range(self) -> tuple[float, float]:
         """The least and the largest finite loss, but for negligible mass."""
         losses, *_ = self._atoms()
         return float(losses[0]), float(losses[-1])

@@ -279,16 +279,16 @@ class ReleasePlan(Generic[BoundT]):
                 f"noise.cohort-size is {size}; it must be from {max(drawn, 2):g}, the clients that "
                 f"are sampled here, to {population}, the population of the larger cohort."
             )
-        event = Event(law=law.sampled(size, population), noise_multiplier=0.0)
+        event = Event(law=law.with_sample_size(size, population), noise_multiplier=0.0)
         return replace(self, simulated=event)._with_multiplier(self.noise.multiplier)
 
     def _with_multiplier(self, z: float) -> ReleasePlan[BoundT]:
         """The plan at another noise multiplier, of the larger cohort if one is simulated."""
         if self.simulated is None:
-            return replace(self, noise=self.noise.scaled(z))
+            return replace(self, noise=self.noise.with_multiplier(z))
         added = z * self.denominator / self.simulated_cohort
         event = replace(self.simulated, noise_multiplier=z)
-        return replace(self, noise=self.noise.scaled(added), simulated=event)
+        return replace(self, noise=self.noise.with_multiplier(added), simulated=event)
 
     @property
     def simulated_cohort(self) -> int:
@@ -393,10 +393,10 @@ class ReleasePlan(Generic[BoundT]):
         if redrawn:
             if event.law.rounds == 1:
                 return event
-            law = event.law.redrawn or one_gaussian(event.law)
+            law = event.law.redraw_law or one_gaussian(event.law)
             return replace(event, law=law, count=1)
         if self.may_stop:
-            return event.over(self.rounds or 1) if round == 1 else event.times(0)
+            return event.over_rounds(self.rounds or 1) if round == 1 else event.times(0)
         return event if (round - 1) % event.law.rounds == 0 else event.times(0)
 
     def event(self) -> Event:
@@ -451,7 +451,7 @@ class ReleasePlan(Generic[BoundT]):
 
     def _prefix_event(self, rounds: int) -> Event:
         """Event of the first ``rounds`` rounds, if their number was fixed in advance."""
-        event, noise = self.event().over(rounds), self.noise
+        event, noise = self.event().over_rounds(rounds), self.noise
         if not (self._is_one_gaussian and isinstance(noise, Correlated)):
             return event
         participation = noise.known_participation
@@ -481,7 +481,7 @@ class ReleasePlan(Generic[BoundT]):
             raise FedsimError("the plan has no number of rounds, which a target epsilon needs.")
         rounds = self.rounds
         z = calibrate_events(
-            lambda z: [*others, self._with_multiplier(z).event().over(rounds)],
+            lambda z: [*others, self._with_multiplier(z).event().over_rounds(rounds)],
             target_epsilon=target_epsilon,
             delta=delta,
         )
@@ -490,8 +490,8 @@ class ReleasePlan(Generic[BoundT]):
 
 @lru_cache(maxsize=4096)
 def _fitted(noise: Noise, participation: Participation) -> Noise:
-    """`Noise.fitted`, cached: all clients of one size have equal plans, in every round."""
-    return noise.fitted(participation)
+    """`Noise.fit`, cached: all clients of one size have equal plans, in every round."""
+    return noise.fit(participation)
 
 
 def _name_of(noise: Noise) -> str:

@@ -141,14 +141,14 @@ def _std(pair: DominatingPair, *, upper: bool = False) -> float:
 
 
 def _range(pair: DominatingPair) -> float:
-    low, high = pair.ends()
+    low, high = pair.loss_range()
     return high - low
 
 
 @lru_cache(maxsize=128)
 def _release(pair: DominatingPair, h: float) -> _GridLosses:
     """One direction of one release on the grid of step ``h``."""
-    low, high = pair.ends()
+    low, high = pair.loss_range()
     first, last = math.floor(low / h), math.ceil(high / h)
     grid = np.arange(first, last + 1, dtype=np.float64) * h
     return _trimmed(first, _connect(grid, *pair.masses(grid), h))

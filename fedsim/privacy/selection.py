@@ -44,7 +44,7 @@ def selection_epsilon(
     Parameters
     ----------
     events : iterable of Event, or Accountant
-        All releases of one run: ``[plan.event().over(rounds)]`` of its release plan.
+        All releases of one run: ``[plan.event().over_rounds(rounds)]`` of its release plan.
     mean : float
         Mean number of runs, above 1.
     delta : float

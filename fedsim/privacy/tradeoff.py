@@ -21,7 +21,7 @@ from fedsim.arguments import check_arguments
 from fedsim.array_types import Floats
 from fedsim.privacy.accountant import MIN_PLD_DELTA, Accountant
 from fedsim.privacy.events import Event
-from fedsim.privacy.losses import bisected
+from fedsim.privacy.losses import bisect_interval
 
 # A Gaussian's closed form loses its last digits in the special functions.
 CURVE_TOLERANCE = 1e-12
@@ -116,7 +116,7 @@ class TradeOff:
         epsilons, deltas = self.epsilons[usable], self.deltas[usable]
         if not len(epsilons):
             return 0.0
-        return bisected(lambda mu: _dominates(mu, epsilons, deltas), 1e-7, most=1e6)[1]
+        return bisect_interval(lambda mu: _dominates(mu, epsilons, deltas), 1e-7, most=1e6)[1]
 
     def sentence(self) -> str:
         """The curve at three false-positive rates, in words; and whether it protects anybody."""

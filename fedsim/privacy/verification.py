@@ -35,7 +35,7 @@ class FileCheck:
     Attributes
     ----------
     subject : str
-        Short name of what was checked.
+        Short name of what was run_check.
     passed : bool
     detail : str
         What was found, or what is wrong.
@@ -46,7 +46,7 @@ class FileCheck:
     detail: str
 
 
-def checked(subject: str, compare: Callable[[], str], path: Path | None = None) -> FileCheck:
+def run_check(subject: str, compare: Callable[[], str], path: Path | None = None) -> FileCheck:
     """Run a check: its detail is what ``compare`` returns, or the message of its `FedsimError`.
 
     ``path`` is put before such a message.
@@ -67,7 +67,7 @@ def verify(
 ) -> list[FileCheck]:
     """Compare the files in a run's directory with its ledgers, its manifest and a signature.
 
-    Chains, manifest, model, config and metrics are always checked; a file that is missing,
+    Chains, manifest, model, config and metrics are always run_check; a file that is missing,
     unreadable or shorter than the ledger fails. What else lies there is not covered.
 
     Parameters
@@ -104,7 +104,7 @@ def verify(
 
     def compare_metrics() -> str:
         rows.extend(_rows(directory / "metrics.csv"))
-        reached = max((e.round or 0 for e in _of_run(server, run)), default=0)
+        reached = max((e.round or 0 for e in _entries_of_run(server, run)), default=0)
         if int(rows[-1]["round"] if rows else 0) != reached:
             raise FedsimError(
                 f"the rows end at round {rows[-1]['round'] if rows else 0}, and the ledger at "
@@ -121,10 +121,10 @@ def verify(
     subjects = {"client": "chain", "example": "chain of examples"}
     checks = [FileCheck(subjects[level], True, _chain(ledger)) for level, ledger in opened.items()]
     checks += [
-        checked("manifest", compare_manifest, directory / MANIFEST),
-        checked("model", lambda: _compare_model(model, server, manifest), model),
-        checked("config", lambda: _compare_config(config, manifest), config),
-        checked("metrics", compare_metrics, directory / "metrics.csv"),
+        run_check("manifest", compare_manifest, directory / MANIFEST),
+        run_check("model", lambda: _compare_model(model, server, manifest), model),
+        run_check("config", lambda: _compare_config(config, manifest), config),
+        run_check("metrics", compare_metrics, directory / "metrics.csv"),
     ]
     if public_key is not None:
         fault = _wrong_signature(directory, public_key)
@@ -173,7 +173,7 @@ def _compare_bytes(path: Path, manifest: Manifest | None, found: str) -> str:
     return f"{found}; has the digest that the manifest names"
 
 
-def _of_run(ledger: Ledger, run: str | None) -> list[Entry]:
+def _entries_of_run(ledger: Ledger, run: str | None) -> list[Entry]:
     return [entry for entry in ledger.entries if run is None or entry.run == run]
 
 
@@ -181,7 +181,7 @@ def _compare_epsilons(
     rows: Sequence[dict[str, str]], column: str, ledger: Ledger, run: str | None, delta: float
 ) -> str:
     """Compare the epsilon spent after each round with the ledger; empty without a guarantee."""
-    if math.isinf(ledger.epsilon(delta)) or not _of_run(ledger, run):
+    if math.isinf(ledger.epsilon(delta)) or not _entries_of_run(ledger, run):
         return ""
     by_round = {int(row["round"]): row for row in rows}
     stated = 0.0

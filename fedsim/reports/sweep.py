@@ -146,7 +146,7 @@ def joint_example_cost(runs: Sequence[SweepRun], delta: float) -> Cost:
         privacy, work = example_privacy(run.config, data), run.config.client.make_work()
         for size, total in totals.items():
             if privacy is not None and (plan := privacy.plan(work, size)) is not None:
-                total.add(plan.event().over(run.config.rounds))
+                total.add(plan.event().over_rounds(run.config.rounds))
     costs = [total.cost(delta) for total in totals.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
 

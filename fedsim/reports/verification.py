@@ -11,7 +11,7 @@ from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Level
 from fedsim.privacy.manifest import MANIFEST, Manifest
-from fedsim.privacy.verification import FileCheck, checked, verify
+from fedsim.privacy.verification import FileCheck, run_check, verify
 from fedsim.reports.run_page import run_page
 from fedsim.runs.record import RunRecord
 from fedsim.runs.run_ledgers import RunLedgers, delta_of, example_delta_of, ledger_paths
@@ -60,7 +60,7 @@ def verify_run(
         run=run_id(run),
         public_key=public_key,
     )
-    return [*checks, checked("report", lambda: _compare_report(run), run / "report.html")]
+    return [*checks, run_check("report", lambda: _compare_report(run), run / "report.html")]
 
 
 def _compare_report(run: Path) -> str:

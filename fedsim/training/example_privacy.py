@@ -359,7 +359,7 @@ class ExampleReleases:
         entries = self._entries(rounds_done, clients)
         self.ledger.record(
             *(
-                replace(e, event=e.event.once.times(e.event.count * left), through=rounds)
+                replace(e, event=e.event.single.times(e.event.count * left), through=rounds)
                 for e in entries
             )
         )

@@ -89,4 +89,4 @@ def test_bands_are_a_number_or_auto(bands: object) -> None:
 
 def test_a_plan_in_python_needs_a_number() -> None:
     with pytest.raises(FedsimError, match="only a config"):
-        Banded(1.0, bands=-1).fitted(Participation(10, 5))
+        Banded(1.0, bands=-1).fit(Participation(10, 5))

@@ -33,7 +33,7 @@ class PairsLaw(Law):
         return PoissonLaw(rate=self.q).rdp(noise_multiplier)
 
     def pairs(self, noise_multiplier):
-        return SampledGaussian(self.q, noise_multiplier).both
+        return SampledGaussian(self.q, noise_multiplier).both_directions
 
     def inclusion(self, population):
         return None  # two of a couple are in together: no probability is of any two

@@ -362,7 +362,7 @@ def test_impossible_events_get_a_sentence(fields, named):
     [
         (PoissonLaw, {"rate": 0.0}, "rate is 0.0"),
         (PoissonLaw, {"adjacency": "replace-one"}, "add-remove or zero-out"),
-        (FixedSizeLaw.of_options, {}, "needs --size and --population"),
+        (FixedSizeLaw.from_options, {}, "needs --size and --population"),
         (FixedSizeLaw, {"size": 9, "population": 8}, "size is 9"),
         (FullLaw, {"population": 0}, "population is 0"),
     ],
@@ -410,7 +410,10 @@ def test_accounting_gives_nobodys_log_a_second_voice(monkeypatch):
 @pytest.mark.parametrize(("rate", "noise"), [(0.1, 0.8), (0.01, 1.0), (1e-4, 0.7), (0.5, 300.0)])
 def test_epsilon_by_frequencies_is_that_of_the_losses_one_by_one(rate, noise, rounds):
     """`composed_delta` sums over all losses of the inverse transform; epsilon never makes it."""
-    counts = {SampledGaussian(rate, noise).both: rounds, SampledGaussian(1.0, 50.0).both: 1}
+    counts = {
+        SampledGaussian(rate, noise).both_directions: rounds,
+        SampledGaussian(1.0, 50.0).both_directions: 1,
+    }
     for delta in (1e-3, 1e-5, 1e-8):
         epsilon = composed_epsilon(counts, delta)
         assert composed_delta(counts, epsilon) == pytest.approx(delta, rel=2e-3)
@@ -419,7 +422,10 @@ def test_epsilon_by_frequencies_is_that_of_the_losses_one_by_one(rate, noise, ro
 
 
 def test_what_a_rounds_epsilon_looks_at_does_not_grow_with_the_rounds_before():
-    for component in (SampledGaussian(0.1, 1.1).both, SampledGaussian(0.01, 1.0).both):
+    for component in (
+        SampledGaussian(0.1, 1.1).both_directions,
+        SampledGaussian(0.01, 1.0).both_directions,
+    ):
         looked = []
         for rounds in (300, 5000, 20_000):
             counts = {component: rounds}

@@ -202,7 +202,7 @@ def test_noise_that_is_correlated_counts_on_no_more_participations() -> None:
         rounds=30,
     )
     assert isinstance(plan.noise, Banded)
-    assert plan.event().law.sensitivity == pytest.approx(plan.noise.column)  # type: ignore[attr-defined]
+    assert plan.event().law.sensitivity == pytest.approx(plan.noise.column_norm)  # type: ignore[attr-defined]
     assert plan.event().law.rate == 1
 
 

@@ -42,7 +42,7 @@ def plan_of(sampler, noise: Noise, rounds: int) -> ReleasePlan:
 )
 def test_lambda_is_the_best_for_the_plan(rounds, separation, best, sensitivity) -> None:
     participation = Participation(rounds, separation)
-    noise = LambdaCGD(1.0).fitted(participation)
+    noise = LambdaCGD(1.0).fit(participation)
     assert float(noise.coefficients) == best
     assert noise.sensitivity(participation) == pytest.approx(sensitivity, rel=1e-6)
 
@@ -50,7 +50,7 @@ def test_lambda_is_the_best_for_the_plan(rounds, separation, best, sensitivity) 
 @given(st.floats(0, 0.99), st.integers(1, 8), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_no_row_moves_the_plan_further_than_it_says(number, rounds, separation, seed) -> None:
     participation, places = Participation(rounds, separation), range(rounds)
-    noise = LambdaCGD(1.0, coefficients=repr(number)).fitted(participation)
+    noise = LambdaCGD(1.0, coefficients=repr(number)).fit(participation)
     series = noise.series(rounds)
     matrix = np.array([[series[i - j] if i >= j else 0.0 for j in places] for i in places])
     patterns = [

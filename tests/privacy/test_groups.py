@@ -124,7 +124,7 @@ def test_a_runs_ledger_says_what_an_owner_of_several_clients_is_promised(tmp_pat
         noise=Independent(8.0),
         rounds=2,
     )
-    assert group_epsilon([plan.event().over(2)], 3, DELTA) == pytest.approx(expected)
+    assert group_epsilon([plan.event().over_rounds(2)], 3, DELTA) == pytest.approx(expected)
 
 
 def test_samplers_that_fedsim_does_not_ship_are_chained() -> None:

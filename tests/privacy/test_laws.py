@@ -32,7 +32,7 @@ class Own(Law):
         return PoissonLaw(rate=self.q).rdp(noise_multiplier)
 
     def pairs(self, noise_multiplier):
-        return SampledGaussian(self.q, noise_multiplier).both if self.known else None
+        return SampledGaussian(self.q, noise_multiplier).both_directions if self.known else None
 
     @property
     def label(self):

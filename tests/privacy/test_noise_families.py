@@ -75,7 +75,7 @@ def errors(noise: Correlated) -> tuple[float, float]:
     ],
 )
 def test_errors_are_those_of_published_factorisations(noise, plan, mean, largest) -> None:
-    found = errors(noise.fitted(plan))
+    found = errors(noise.fit(plan))
     assert found[0] == pytest.approx(mean, rel=1e-5)
     # The optimum of the mean is flat: the largest error is less certain.
     assert largest is None or found[1] == pytest.approx(largest, rel=3e-4)
@@ -86,17 +86,17 @@ def test_errors_are_those_of_published_factorisations(noise, plan, mean, largest
     [(1, TEN_100, 9.893517), (1, TEN_1000, 12.449439), (2, TEN_1000, 12.193852)],
 )
 def test_buffers_are_as_good_as_published_ones(buffers, plan, mean) -> None:
-    assert BLT(1.0, buffers=buffers).fitted(plan).error(1.0) <= 1.002 * mean
+    assert BLT(1.0, buffers=buffers).fit(plan).error(1.0) <= 1.002 * mean
 
 
 def test_no_more_buffers_are_kept_than_help() -> None:
-    assert len(BLT(1.0, buffers=2).fitted(TEN_100).coefficients.split()) == 2
-    assert len(BLT(1.0, buffers=2).fitted(TEN_1000).coefficients.split()) == 4
+    assert len(BLT(1.0, buffers=2).fit(TEN_100).coefficients.split()) == 2
+    assert len(BLT(1.0, buffers=2).fit(TEN_1000).coefficients.split()) == 4
 
 
 def test_coefficients_are_those_of_published_bands() -> None:
     for bands, first in ((2, 0.761475), (4, 0.706903), (16, 0.550913)):
-        noise = Banded(1.0, bands=bands).fitted(ONCE_100)
+        noise = Banded(1.0, bands=bands).fit(ONCE_100)
         assert noise.series(2)[1] == pytest.approx(first, abs=1e-4)
 
 
@@ -105,14 +105,14 @@ def test_coefficients_are_those_of_published_bands() -> None:
     [("1 .6 .3", Participation(12, 3), 2.408319), ("1 .7 .5 .2", Participation(12, 3), 2.877499)],
 )
 def test_sensitivities_are_those_of_the_worst_pattern(series, plan, exact) -> None:
-    noise = Banded(1.0, coefficients=series).fitted(plan)
+    noise = Banded(1.0, coefficients=series).fit(plan)
     assert noise.sensitivity(plan) == pytest.approx(exact, abs=1e-6)
     assert worst(matrix_of(noise), plan) == pytest.approx(exact, abs=1e-6)
 
 
 def test_a_series_that_increases_has_an_upper_bound() -> None:
     plan = Participation(12, 2)
-    noise = Banded(1.0, coefficients="1 .2 .9").fitted(plan)
+    noise = Banded(1.0, coefficients="1 .2 .9").fit(plan)
     assert worst(matrix_of(noise), plan) == pytest.approx(4.392038, abs=1e-6)
     assert noise.sensitivity(plan) == pytest.approx(4.889785, abs=1e-6)
 
@@ -125,8 +125,8 @@ def test_a_series_that_increases_has_an_upper_bound() -> None:
     ],
 )
 def test_a_round_made_once_more_is_a_row_of_the_matrix_more(noise, plan, base, more) -> None:
-    noise = noise.fitted(plan)
-    scale = noise.column if isinstance(noise, Banded) else 1.0
+    noise = noise.fit(plan)
+    scale = noise.column_norm if isinstance(noise, Banded) else 1.0
     sensitivity = noise.sensitivity(plan) / scale
     assert sensitivity == pytest.approx(base, abs=1e-4)
     assert math.hypot(sensitivity, noise.repeat_sensitivity(plan) / scale) == pytest.approx(
@@ -176,7 +176,7 @@ def streamed(noise: Correlated, rounds: int, draws: dict[tuple[int, int], torch.
 )
 @pytest.mark.parametrize("plan", [Participation(14, 4), Participation(13), Participation(9, 9)])
 def test_streams_are_what_the_dense_matrix_makes(noise, plan) -> None:
-    noise, generator = noise.fitted(plan), torch.Generator().manual_seed(3)
+    noise, generator = noise.fit(plan), torch.Generator().manual_seed(3)
     draws = {
         (t, 0): torch.randn(5, generator=generator, dtype=torch.float64)
         for t in range(1, plan.rounds + 1)
@@ -190,7 +190,7 @@ def test_streams_are_what_the_dense_matrix_makes(noise, plan) -> None:
 
 @pytest.mark.parametrize(("rounds", "separation"), [(16, 16), (13, 13), (22, 6), (9, 1)])
 def test_a_tree_releases_its_nodes_and_nothing_else(rounds, separation) -> None:
-    noise = Tree(1.0).fitted(Participation(rounds, separation))
+    noise = Tree(1.0).fit(Participation(rounds, separation))
     nodes = [
         (t, height)
         for t in range(1, rounds + 1)
@@ -211,20 +211,20 @@ def test_a_tree_releases_its_nodes_and_nothing_else(rounds, separation) -> None:
     # ... of which a row is in no more than is charged.
     plan = noise.known_participation
     assert worst(incidence, plan) <= noise.sensitivity(plan) * (1 + 1e-12)
-    assert np.linalg.norm(incidence, axis=0).max() <= noise.column
+    assert np.linalg.norm(incidence, axis=0).max() <= noise.column_norm
 
 
 @given(st.sampled_from(FAMILIES), st.integers(1, 30), st.integers(1, 8))
 def test_invariants_of_families(family, rounds, separation) -> None:
     plan = Participation(rounds, separation)
-    noise = family(2.0).fitted(plan)
+    noise = family(2.0).fit(plan)
     # What config.toml says gives the same noise.
-    assert family(2.0, coefficients=noise.coefficients).fitted(plan) == noise
+    assert family(2.0, coefficients=noise.coefficients).fit(plan) == noise
     prefixes = [noise.sensitivity(plan.first(t)) for t in range(1, rounds + 1)]
     assert all(b >= a * (1 - 1e-12) for a, b in pairwise(prefixes))
     assert noise.sensitivity(plan) >= math.sqrt(plan.participations) * (1 - 1e-12)
     assert noise.repeat_sensitivity(plan) >= 1
-    independent = Banded(2.0, bands=1).fitted(plan)
+    independent = Banded(2.0, bands=1).fit(plan)
     if family in (Banded, LambdaCGD):
         assert noise.error(1.0) <= independent.error(1.0) * (1 + 1e-9)
     assert noise.error(1.0) * 2.0 / noise.sensitivity(plan) == pytest.approx(noise.error())
@@ -258,7 +258,7 @@ def test_fewer_rounds_that_were_planned_cost_what_their_rows_do(noise, expected)
 
 
 def test_more_bands_are_never_worse() -> None:
-    found = [Banded(1.0, bands=n).fitted(Participation(60, 12)).error(1.0) for n in range(1, 13)]
+    found = [Banded(1.0, bands=n).fit(Participation(60, 12)).error(1.0) for n in range(1, 13)]
     assert all(b <= a * (1 + 1e-6) for a, b in pairwise(found))
 
 

@@ -127,7 +127,7 @@ def test_a_plan_of_correlated_rounds_and_one_without_noise_have_their_price() ->
         noise=Banded(6.0),
         rounds=12,
     )
-    event = plan.event().over(12)
+    event = plan.event().over_rounds(12)
     z = 6.0 / event.law.sensitivity
     assert selection_epsilon([event], 5, 1e-5) == pytest.approx(
         epsilon(ALONE, 1, z, "logarithmic", 5)

@@ -76,7 +76,7 @@ class AllocationLaw(Law):
         return self.rounds // self.participations
 
     @property
-    def known_sample(self) -> Law:
+    def known_sample_law(self) -> Law:
         """One Gaussian for each participation."""
         return KnownAllocationLaw(base=self, population=self.population, adjacency="zero-out")
 
@@ -92,7 +92,7 @@ class AllocationLaw(Law):
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs of one part, both directions: upper bounds within about 1 %."""
         if self.gaussian(noise_multiplier) is not None:
-            return SampledGaussian(1.0, noise_multiplier).both
+            return SampledGaussian(1.0, noise_multiplier).both_directions
         pair = AllocatedGaussian(self.rounds_per_part, noise_multiplier)
         return pair, Reversed(pair)
 
@@ -206,7 +206,7 @@ class AllocatedGaussian(AtomicPair):
     rounds: int
     noise_multiplier: float
 
-    def ends(self) -> tuple[float, float]:
+    def loss_range(self) -> tuple[float, float]:
         """The least and the largest finite loss, up to negligible mass."""
         losses, upper, lower = self._atoms()
         (support,) = np.nonzero(

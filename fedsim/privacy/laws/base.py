@@ -28,14 +28,14 @@ class Inclusion:
 
     Attributes
     ----------
-    one, two : float
+    single, pair : float
         Probability that a given row is sampled, and that two given rows both are.
     size : int or None
         Size of every sample; None where it varies.
     """
 
-    one: float
-    two: float
+    single: float
+    pair: float
     size: int | None = None
 
 
@@ -103,7 +103,7 @@ class Law(ABC):
 
     name: ClassVar[str]
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("add-remove", "zero-out")
-    flower: ClassVar[str] = "NO_AMPLIFICATION"
+    flower_method: ClassVar[str] = "NO_AMPLIFICATION"
     """Member of Flower's ``SamplingMethod`` for this sampling."""
 
     population: Annotated[int | None, Ge(1)] = None
@@ -136,12 +136,12 @@ class Law(ABC):
         return 1.0
 
     @property
-    def redrawn(self) -> Law | None:
+    def redraw_law(self) -> Law | None:
         """Law of one covered round repeated with different data; None for a plain Gaussian."""
         return None
 
     @property
-    def known_sample(self) -> Law | None:
+    def known_sample_law(self) -> Law | None:
         """Law of the same rounds for an adversary who knows which rows were sampled.
 
         None for one plain Gaussian a round, which is always enough. A law whose event covers
@@ -172,7 +172,7 @@ class Law(ABC):
             raise NotImplementedError(f"{type(self).__name__} gives no Rényi curve.")
         return gaussian_rdp(mu)
 
-    def together(self, size: int) -> Floats | None:
+    def group_sampling(self, size: int) -> Floats | None:
         """Probabilities that 0, 1, ... ``size`` of ``size`` given rows are sampled, if known.
 
         Used for the privacy of groups (`fedsim.privacy.groups`).
@@ -191,7 +191,7 @@ class Law(ABC):
         """Expected number of rows of a sample; all of them if sampling does not amplify."""
         return self.rate * population
 
-    def sampled(self, size: float, population: int) -> Law:
+    def with_sample_size(self, size: float, population: int) -> Law:
         """The same kind of law, for samples of expected ``size`` out of ``population``.
 
         A law that is not known for other sizes covers samples up to its own expected size.
@@ -233,7 +233,7 @@ class Law(ABC):
         return f"Clients of a round: {self.label}; about {expected:,.4g} of {population:,}."
 
     @classmethod
-    def of_options(cls, **options: Any) -> Self:
+    def from_options(cls, **options: Any) -> Self:
         """Build it from the command line's options (rate, size, population, ...).
 
         Raises

@@ -52,7 +52,7 @@ class CorrelatedLaw(WrappingLaw):
             raise FedsimError("noise that is correlated has a base of the same neighbours.")
 
     @property
-    def redrawn(self) -> Law:
+    def redraw_law(self) -> Law:
         """Law of one repeated round: one further row of C, without amplification by sampling."""
         base = FullLaw(adjacency=self.adjacency, population=self.population)
         return replace(self, base=base, sensitivity=self.again, rounds=1)

@@ -25,7 +25,7 @@ class CyclicLaw(Law):
     """
 
     name: ClassVar[str] = "cyclic"
-    flower: ClassVar[str] = "POISSON"
+    flower_method: ClassVar[str] = "POISSON"
     groups: Annotated[int, Ge(1)] = 1
     in_group: Annotated[float, Gt(0), Le(1)] = 1.0
 
@@ -40,7 +40,7 @@ class CyclicLaw(Law):
         return self.in_group
 
     @property
-    def known_sample(self) -> Law:
+    def known_sample_law(self) -> Law:
         """One Gaussian a cycle: a row is in the round of its group."""
         return replace(self, in_group=1.0, adjacency="zero-out")
 
@@ -50,7 +50,7 @@ class CyclicLaw(Law):
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs of Poisson sampling at the rate within the group."""
-        return SampledGaussian(self.in_group, noise_multiplier).both
+        return SampledGaussian(self.in_group, noise_multiplier).both_directions
 
     def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve of Poisson sampling at the rate within the group."""

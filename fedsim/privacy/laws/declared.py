@@ -177,7 +177,7 @@ def _evaluated(law: Law, noise_multiplier: float) -> DeclaredLaw:
         sentence_text=law.sentence("{row}"),
         noise_multiplier=float(noise_multiplier),
         inclusion_rate=float(law.rate),
-        two=None if tested is None else float(tested.two),
+        two=None if tested is None else float(tested.pair),
         size=None if tested is None else tested.size,
         population=law.population,
         adjacency=law.adjacency,

@@ -30,7 +30,7 @@ class FixedSizeLaw(Law):
 
     name: ClassVar[str] = "fixed"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("replace-one",)
-    flower: ClassVar[str] = "WITHOUT_REPLACEMENT"
+    flower_method: ClassVar[str] = "WITHOUT_REPLACEMENT"
     size: Annotated[int, Ge(1)]
     population: Annotated[int, Ge(1)] = field()  # required here, unlike in the base
     adjacency: Adjacency = "replace-one"
@@ -62,7 +62,7 @@ class FixedSizeLaw(Law):
         """Poisson sampling at the same rate, which costs less."""
         return PoissonLaw(rate=self.rate)
 
-    def sampled(self, size: float, population: int) -> FixedSizeLaw:
+    def with_sample_size(self, size: float, population: int) -> FixedSizeLaw:
         """The same kind of law, for samples of expected ``size`` out of ``population``."""
         return FixedSizeLaw(size=int(size), population=population)
 

@@ -26,7 +26,7 @@ class FullLaw(Law):
     label: ClassVar[str] = "everybody, no amplification"
     adjacency: Adjacency = "zero-out"
 
-    def together(self, size: int) -> Floats:
+    def group_sampling(self, size: int) -> Floats:
         """Probability 1 that all ``size`` rows are included."""
         return np.asarray(np.eye(size + 1)[size])
 
@@ -47,7 +47,7 @@ def unamplified(law: Law) -> Law:
     if isinstance(law, WrappingLaw):
         base = unamplified(law.base)
         return replace(law, base=base, adjacency=base.adjacency)
-    return law.known_sample or one_gaussian(law)
+    return law.known_sample_law or one_gaussian(law)
 
 
 def one_gaussian(law: Law) -> FullLaw:

@@ -38,25 +38,25 @@ class PoissonLaw(Law):
 
     name: ClassVar[str] = "poisson"
     neighbours: ClassVar[tuple[Adjacency, ...]] = ("add-remove", "zero-out")
-    flower: ClassVar[str] = "POISSON"
+    flower_method: ClassVar[str] = "POISSON"
     rate: Annotated[float, Gt(0), Le(1)] = 1.0
     adjacency: Adjacency = "add-remove"
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
         """Dominating pairs for removing and for adding a row; exact (Zhu, Dong & Wang 2022)."""
-        return SampledGaussian(self.rate, noise_multiplier).both
+        return SampledGaussian(self.rate, noise_multiplier).both_directions
 
     def rdp(self, noise_multiplier: float) -> Floats:
         """Rényi curve at `ORDERS`."""
         return poisson_rdp(self.rate, noise_multiplier)
 
-    def together(self, size: int) -> Floats:
+    def group_sampling(self, size: int) -> Floats:
         """Binomial probabilities that 0, 1, ... ``size`` of ``size`` given rows are sampled."""
         from scipy.stats import binom  # takes half a second, and only groups need it
 
         return np.asarray(binom.pmf(np.arange(size + 1), size, self.rate))
 
-    def sampled(self, size: float, population: int) -> PoissonLaw:
+    def with_sample_size(self, size: float, population: int) -> PoissonLaw:
         """The same kind of law, for samples of expected ``size`` out of ``population``."""
         rate = size / population
         return PoissonLaw(rate=rate, population=population, adjacency=self.adjacency)
@@ -78,7 +78,7 @@ class PoissonLaw(Law):
         )
 
     @classmethod
-    def of_options(cls, **options: Any) -> PoissonLaw:
+    def from_options(cls, **options: Any) -> PoissonLaw:
         """Build it from the command line's options; size and population may replace the rate."""
         size, population = options.pop("size", None), options.get("population")
         if size is not None and options.get("rate") is not None:
@@ -90,7 +90,7 @@ class PoissonLaw(Law):
             if size is None or population is None:
                 raise FedsimError("--sampling poisson needs --rate, or --size and --population.")
             options["rate"] = size / population
-        return super().of_options(**options)
+        return super().from_options(**options)
 
 
 @lru_cache(maxsize=4096)

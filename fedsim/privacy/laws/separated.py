@@ -28,7 +28,7 @@ class SeparatedLaw(Law):
         return self.separation
 
     @property
-    def known_sample(self) -> Law:
+    def known_sample_law(self) -> Law:
         """The same law, which counts on no secret."""
         return replace(self, adjacency="zero-out")
 

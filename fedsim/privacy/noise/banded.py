@@ -13,7 +13,12 @@ from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
-from fedsim.privacy.noise.correlated import Toeplitz, remaining, solved, text_of
+from fedsim.privacy.noise.correlated import (
+    Toeplitz,
+    format_coefficients,
+    prefix_sum_factors,
+    solve_toeplitz,
+)
 from fedsim.registry import register
 from fedsim.settings import Ge, NotAllowedError, Text
 
@@ -52,7 +57,7 @@ class Banded(Toeplitz):
     """How many bands C has; 0 for the separation of the cohort's rounds, at most 64; 'auto' for as
     many, with as many groups of a cyclic cohort, as give the least error."""
 
-    def fitted(self, participation: Participation) -> Self:
+    def fit(self, participation: Participation) -> Self:
         """This noise with the coefficients that have the least error.
 
         Raises
@@ -65,8 +70,8 @@ class Banded(Toeplitz):
                 "noise.bands is 'auto'; only a config, which has the cohort too, can choose them: "
                 "it must be a number."
             )
-        noise = super().fitted(participation)
-        bands = len(noise.numbers())
+        noise = super().fit(participation)
+        bands = len(noise.coefficient_values())
         if self.coefficients and self.bands not in (0, bands):
             raise FedsimError(
                 f"noise.bands is {self.bands}, and noise.coefficients has {bands} numbers; leave "
@@ -77,15 +82,17 @@ class Banded(Toeplitz):
     def best_coefficients(self, participation: Participation) -> str:
         """First column of C with the least error: `bands` numbers, at most one for each round."""
         bands = self.bands or min(participation.separation, MAX_BANDS)
-        return text_of(best_bands(participation.rounds, min(bands, participation.rounds)))
+        return format_coefficients(
+            best_bands(participation.rounds, min(bands, participation.rounds))
+        )
 
-    def valid(self, numbers: Sequence[float]) -> bool:
+    def are_coefficients(self, numbers: Sequence[float]) -> bool:
         """Whether they begin with 1, and are from 0 to 1."""
-        return super().valid(numbers) and numbers[0] == 1
+        return super().are_coefficients(numbers) and numbers[0] == 1
 
     def series(self, rounds: int) -> Floats:
         """First column of C: the coefficients, then zeros, ``[rounds]``."""
-        numbers = self.numbers()
+        numbers = self.coefficient_values()
         series = np.zeros(rounds)
         series[: len(numbers)] = numbers[:rounds]
         return series
@@ -94,7 +101,7 @@ class Banded(Toeplitz):
         """This round's draws minus parts of the last rounds' noise; the state is that noise."""
         # The state is a ring: round t is at t modulo the lags, in the place of round t - lags,
         # which this round is the last to use.
-        noise, numbers = draws(), self.numbers()
+        noise, numbers = draws(), self.coefficient_values()
         lags = len(numbers) - 1
         for age, number in enumerate(numbers[1 : draws.round], start=1):
             noise.add_(state[str((draws.round - age) % lags)], alpha=-number)
@@ -120,11 +127,11 @@ def best_bands(rounds: int, bands: int) -> tuple[float, ...]:
         parts = 1 / (1 + np.exp(-logits))
         series = np.zeros(rounds)
         series[:bands] = np.cumprod([1.0, *parts])
-        factors = remaining(series)
+        factors = prefix_sum_factors(series)
         norm, variance = float(series @ series), float(weights @ np.square(factors))
         # Gradient of the variance by the series, by the adjoint method: with C b = 1 and
         # C^T a = dV/db, dV/dc_j = -a^T (dC/dc_j) b, and dC/dc_j shifts b down by j.
-        adjoint = solved(series, 2 * weights * factors, transposed=True)
+        adjoint = solve_toeplitz(series, 2 * weights * factors, transposed=True)
         by_series = -np.array([adjoint[j:] @ factors[: rounds - j] for j in range(bands)])
         by_series = by_series / variance + 2 * series[:bands] / norm
         # Part k is a factor of coefficients k, k + 1, ...: sum their gradients from the end. The

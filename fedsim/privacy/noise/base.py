@@ -36,17 +36,17 @@ class NoiseDraws:
     ----------
     round : int
         Number of this round, from 1 on.
-    of : callable ``(age, number) -> draws``
+    draws_of : callable ``(age, number) -> draws``
         Gives the draws of the round that was ``age`` rounds ago; ``number`` distinguishes several
         draws of one round. This round's are drawn at the call, earlier ones are regenerated.
     """
 
     round: int
-    of: Callable[[int, int], Any]
+    draws_of: Callable[[int, int], Any]
 
     def __call__(self, age: int = 0, number: int = 0) -> Any:
         """Draws of the round ``age`` rounds ago, in a tensor that may be changed in place."""
-        return self.of(age, number)
+        return self.draws_of(age, number)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Noise(ABC):
         """
         return False
 
-    def scaled(self, multiplier: float) -> Self:
+    def with_multiplier(self, multiplier: float) -> Self:
         """The same noise at another multiplier."""
         return replace(self, multiplier=multiplier)
 
@@ -96,7 +96,7 @@ class Noise(ABC):
         """State before the first round."""
         return {}
 
-    def fitted(self, participation: Participation) -> Self:
+    def fit(self, participation: Participation) -> Self:
         """This noise, adapted to the rounds that one row can be in."""
         return self
 
@@ -134,7 +134,7 @@ def part_multiplier(noise_multiplier: float, shares: tuple[float, ...]) -> float
 
 
 def check_split(
-    noise_multiplier: float, split: Mapping[str, float], vectors: Iterable[str], of: object
+    noise_multiplier: float, split: Mapping[str, float], vectors: Iterable[str], mechanism: object
 ) -> None:
     """Raise unless the parts of a release together cost no more than is charged.
 
@@ -149,7 +149,7 @@ def check_split(
         Noise multiplier of each part; infinite for a part that is not released.
     vectors : iterable of str
         Names of the parts that must be released.
-    of : object
+    mechanism : object
         The mechanism that splits, for the error message.
 
     Raises
@@ -159,13 +159,15 @@ def check_split(
     """
     for name in vectors:
         if not split.get(name, math.inf) < math.inf:
-            raise FedsimError(f"split of {of} gives no noise multiplier to '{name}'; it must.")
+            raise FedsimError(
+                f"split of {mechanism} gives no noise multiplier to '{name}'; it must."
+            )
     if noise_multiplier == 0:
         return
     squares = sum(z**-2 if z > 0 else math.inf for z in split.values())
     if not squares <= noise_multiplier**-2 * (1 + 1e-9):
         raise FedsimError(
-            f"split of {of} makes {dict(split)} of a noise multiplier of {noise_multiplier:g}; "
-            f"they protect no better than one of {squares**-0.5:g} (the sum of their 1/z^2 may "
-            "not exceed its)."
+            f"split of {mechanism} makes {dict(split)} of a noise multiplier of "
+            f"{noise_multiplier:g}; they protect no better than one of {squares**-0.5:g} (the sum "
+            "of their 1/z^2 may not exceed its)."
         )

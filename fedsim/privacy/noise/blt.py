@@ -12,7 +12,7 @@ import numpy as np
 from fedsim.array_types import Floats
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.noise.base import NoiseDraws, NoiseState
-from fedsim.privacy.noise.correlated import Toeplitz, text_of
+from fedsim.privacy.noise.correlated import Toeplitz, format_coefficients
 from fedsim.registry import register
 from fedsim.settings import Ge, Le
 
@@ -39,7 +39,9 @@ class BLT(Toeplitz):
     def best_coefficients(self, participation: Participation) -> str:
         """Decays and weights with the least error."""
         candidates = [
-            self.with_coefficients(text_of(best_buffers(participation, n + 1)), participation)
+            self.with_coefficients(
+                format_coefficients(best_buffers(participation, n + 1)), participation
+            )
             for n in range(self.buffers)
         ]
         # The fewest buffers that are as good as the best: each is a vector of the model's size.
@@ -48,14 +50,14 @@ class BLT(Toeplitz):
             noise.coefficients for noise in candidates if noise.error(1.0) <= min_error * (1 + 1e-4)
         )
 
-    def valid(self, numbers: Sequence[float]) -> bool:
+    def are_coefficients(self, numbers: Sequence[float]) -> bool:
         """Whether they are pairs of a decay and a weight, with weights together at most 1."""
         are_pairs = len(numbers) % 2 == 0 and sum(numbers[1::2]) <= 1 + 1e-9
-        return super().valid(numbers) and are_pairs
+        return super().are_coefficients(numbers) and are_pairs
 
     def _buffers(self) -> list[tuple[float, float]]:
         """(decay, weight) of each buffer."""
-        numbers = self.numbers()
+        numbers = self.coefficient_values()
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def series(self, rounds: int) -> Floats:
@@ -99,8 +101,8 @@ def best_buffers(participation: Participation, buffers: int) -> tuple[float, ...
         return np.stack([parts[:buffers], parts[buffers:] * remainders[:-1]], axis=1)
 
     def loss(free: Floats) -> float:
-        # All digits (repr), not those of `text_of`: rounding would hide the slope, which is taken
-        # from finite differences.
+        # All digits (repr), not those of `format_coefficients`: rounding would hide the
+        # slope, which is taken from finite differences.
         noise = BLT(1.0, coefficients=" ".join(map(repr, pairs(free).ravel().tolist())))
         variance = noise.variances(participation.rounds).mean()
         return float(np.log(noise.sensitivity(participation)) + np.log(variance) / 2)

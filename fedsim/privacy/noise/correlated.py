@@ -32,7 +32,7 @@ class Correlated(Noise):
 
     Guarantee: all rounds of a plan together are one Gaussian, with this multiplier divided by
     `sensitivity`. Where rows are sampled within groups of rounds that C does not couple, each
-    such group of rounds is one sampled Gaussian, with this multiplier divided by `column`.
+    such group of rounds is one sampled Gaussian, with this multiplier divided by `column_norm`.
 
     Raises
     ------
@@ -43,7 +43,7 @@ class Correlated(Noise):
     name: ClassVar[str]
     """Name in a config's ``noise.name``."""
     form: ClassVar[str] = "numbers from 0 to 1"
-    """What the coefficients must be (`valid`), in words."""
+    """What the coefficients must be (`are_coefficients`), in words."""
 
     coefficients: str = field(default="", kw_only=True)
     """Coefficients that combine the draws of this and earlier rounds into a round's noise; empty to
@@ -71,7 +71,7 @@ class Correlated(Noise):
             )
         return self.participation
 
-    def fitted(self, participation: Participation) -> Self:
+    def fit(self, participation: Participation) -> Self:
         """This noise for a participation; coefficients that were not given are optimised for it."""
         return self.with_coefficients(
             self.coefficients or self.best_coefficients(participation), participation
@@ -85,23 +85,23 @@ class Correlated(Noise):
         """Coefficients with the least error of sums over rounds; by default there are none."""
         return ""
 
-    def valid(self, numbers: Sequence[float]) -> bool:
+    def are_coefficients(self, numbers: Sequence[float]) -> bool:
         """Whether these numbers, one or more, are coefficients of this noise: of its `form`."""
         return all(0 <= number <= 1 for number in numbers)
 
-    def numbers(self) -> list[float]:
+    def coefficient_values(self) -> list[float]:
         """The coefficients as numbers.
 
         Raises
         ------
         FedsimError
-            If they are not `valid`.
+            If they are no coefficients of this noise (`are_coefficients`).
         """
         try:
             numbers = [float(word) for word in self.coefficients.split()]
         except ValueError:
             numbers = []
-        if not numbers or not self.valid(numbers):
+        if not numbers or not self.are_coefficients(numbers):
             raise FedsimError(
                 f"noise.coefficients is {self.coefficients!r}; with noise.name = '{self.name}' it "
                 f"must be {self.form}."
@@ -114,7 +114,7 @@ class Correlated(Noise):
 
     @property
     @abstractmethod
-    def column(self) -> float:
+    def column_norm(self) -> float:
         """Largest norm of a column of C: the sensitivity to a row in a single round."""
 
     @property
@@ -158,7 +158,7 @@ class Correlated(Noise):
 
         Sampling amplifies only if the sampler's groups of rounds are at least as long as C has
         bands: different rounds of a row are then in different, uncoupled parts of ``C X``, and
-        each is a sampled Gaussian of sensitivity `column`. In all other cases the sampling is
+        each is a sampled Gaussian of sensitivity `column_norm`. In all other cases the sampling is
         ignored, and the plan is one Gaussian of the full `sensitivity`.
         """
         participation = self.known_participation
@@ -169,7 +169,7 @@ class Correlated(Noise):
             base=law if amplified else full,
             noise=self.name,
             coefficients=hashlib.sha256(self.coefficients.encode()).hexdigest(),
-            sensitivity=self.column if amplified else self.sensitivity(participation),
+            sensitivity=self.column_norm if amplified else self.sensitivity(participation),
             rounds=participation.separation if amplified else participation.rounds,
             again=self.repeat_sensitivity(participation),
             population=law.population,
@@ -199,12 +199,12 @@ class Toeplitz(Correlated):
         for j in range(participation.participations):
             start = j * participation.separation
             shifted[start:] += column[: len(column) - start]
-        return length(shifted)
+        return l2_norm(shifted)
 
     @property
-    def column(self) -> float:
+    def column_norm(self) -> float:
         """Norm of the first column of C; later ones are parts of it."""
-        return length(majorant(self.series(self.known_participation.rounds)))
+        return l2_norm(majorant(self.series(self.known_participation.rounds)))
 
     def repeat_sensitivity(self, participation: Participation) -> float:
         """Sum of a row of C over the rounds that one row can be in, the repeated one among them."""
@@ -221,7 +221,7 @@ class Toeplitz(Correlated):
 
         A draw of age a is in the sum with a factor: coefficient a of ``1 / (c(x) (1 - x))``.
         """
-        return np.asarray(np.cumsum(np.square(remaining(self.series(rounds)))))
+        return np.asarray(np.cumsum(np.square(prefix_sum_factors(self.series(rounds)))))
 
 
 def majorant(series: Floats) -> Floats:
@@ -236,21 +236,21 @@ def majorant(series: Floats) -> Floats:
     return np.asarray(np.ceil(above * 2.0**40 - 2.0**-8) * 2.0**-40)
 
 
-def length(vector: Floats) -> float:
+def l2_norm(vector: Floats) -> float:
     """L2 norm, with the sum of squares rounded only once: it does not depend on their order."""
     return math.sqrt(math.fsum(number * number for number in vector.tolist()))
 
 
-def remaining(series: Floats) -> Floats:
+def prefix_sum_factors(series: Floats) -> Floats:
     """Factor with which a draw of age 0, 1, ... is in the sum of the rounds so far, ``[rounds]``.
 
     It is the solution b of ``C b = 1`` for the Toeplitz matrix of a series: the sums' noise is
     ``A C^-1 Z`` with A the matrix of prefix sums, and ``A C^-1`` is Toeplitz with first column b.
     """
-    return solved(series, np.ones(len(series)))
+    return solve_toeplitz(series, np.ones(len(series)))
 
 
-def solved(series: Floats, right: Floats, *, transposed: bool = False) -> Floats:
+def solve_toeplitz(series: Floats, right: Floats, *, transposed: bool = False) -> Floats:
     """``C^-1 right`` for the Toeplitz matrix of a series; ``C^-T right`` if ``transposed``."""
     from scipy.linalg.blas import dtbsv
 
@@ -262,6 +262,6 @@ def solved(series: Floats, right: Floats, *, transposed: bool = False) -> Floats
     return np.asarray(dtbsv(width, band, right, lower=1, trans=int(transposed)))
 
 
-def text_of(numbers: Sequence[float] | Floats) -> str:
+def format_coefficients(numbers: Sequence[float] | Floats) -> str:
     """Coefficients as a config's text, rounded so that every machine finds the same ones."""
     return " ".join(f"{number:.6g}" for number in numbers)

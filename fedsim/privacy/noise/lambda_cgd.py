@@ -41,13 +41,13 @@ class LambdaCGD(Toeplitz):
             )
         return f"{low / 1000:g}"
 
-    def valid(self, numbers: Sequence[float]) -> bool:
+    def are_coefficients(self, numbers: Sequence[float]) -> bool:
         """Whether they are a single number from 0 to 1."""
-        return super().valid(numbers) and len(numbers) == 1
+        return super().are_coefficients(numbers) and len(numbers) == 1
 
     @property
     def _lambda(self) -> float:
-        return self.numbers()[0]
+        return self.coefficient_values()[0]
 
     def series(self, rounds: int) -> Floats:
         """First column of C: powers of lambda, ``[rounds]``."""

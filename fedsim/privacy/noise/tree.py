@@ -36,17 +36,17 @@ class Tree(Correlated):
         is_once = participation.participations == 1
         return str(participation.rounds if is_once else participation.separation)
 
-    def valid(self, numbers: Sequence[float]) -> bool:
+    def are_coefficients(self, numbers: Sequence[float]) -> bool:
         """Whether they are one whole number, from 1 to 2^31 - 1."""
         return self.coefficients.isdecimal() and 1 <= numbers[0] < 2**31
 
     @property
     def bands(self) -> int:
         """Number of rounds of a tree: rounds of different trees have no noise in common."""
-        return int(self.numbers()[0])
+        return int(self.coefficient_values()[0])
 
     @property
-    def column(self) -> float:
+    def column_norm(self) -> float:
         """Root of the number of levels: a round is in one node of each."""
         return math.sqrt(self.bands.bit_length())
 
@@ -65,11 +65,11 @@ class Tree(Correlated):
                 f"at most {participation.separation}, the rounds from one participation of a "
                 "client to the next: it may be in one round of a tree only."
             )
-        return self.column * math.sqrt(count)
+        return self.column_norm * math.sqrt(count)
 
     def repeat_sensitivity(self, participation: Participation) -> float:
         """L2 sensitivity of the nodes that a round completes; a row is in each at most once."""
-        return self.column
+        return self.column_norm
 
     def matrix(self, rounds: int) -> Floats:
         """The lower triangular C whose noise has the same covariance as the tree's.
@@ -91,7 +91,7 @@ class Tree(Correlated):
                 estimates[end, height] += (1 - part) * (estimates[left] + estimates[right])
         sums = np.zeros((rounds, len(numbers)))
         for row, end in zip(sums, range(1, rounds + 1), strict=True):
-            # The nodes of a prefix of a tree are the binary digits of its length. All earlier
+            # The nodes of a prefix of a tree are the binary digits of its l2_norm. All earlier
             # trees are in the last sum before this one began.
             start = (end - 1) // period * period
             for height in heights:
@@ -121,10 +121,10 @@ class Tree(Correlated):
         tree's prefix, by height. Like a carry in binary addition, a round replaces the nodes of
         the lowest heights by the one that they complete.
         """
-        length = (draws.round - 1) % self.bands + 1
-        nodes = {} if length == 1 else dict(state)
+        l2_norm = (draws.round - 1) % self.bands + 1
+        nodes = {} if l2_norm == 1 else dict(state)
         estimate, noise, variance, height = draws(), None, 1.0, 0
-        while not length >> height & 1:
+        while not l2_norm >> height & 1:
             left_estimate = nodes.pop(str(height))
             noise = -left_estimate if noise is None else noise - left_estimate
             # Two independent estimates of the node: by its own noise, of variance 1, and by its

@@ -308,7 +308,7 @@ class ClientEvidence(Evidence):
     @property
     def claim(self) -> Claim:
         """Claim of all rounds together."""
-        return Claim((self.target.event.over(self.target.rounds),), self.target.delta)
+        return Claim((self.target.event.over_rounds(self.target.rounds),), self.target.delta)
 
     @cached_property
     def sampled(self) -> Sampled:

@@ -106,7 +106,7 @@ def epsilon_of_run(entries: Sequence[Event], rounds: int, promised: float, delta
     """
     accountant = Accountant(entries)
     if entries and len(entries) < rounds:
-        accountant.add(entries[-1].further(rounds - len(entries), len(entries)))
+        accountant.add(entries[-1].further_rounds(rounds - len(entries), len(entries)))
     epsilon = accountant.epsilon(delta)
     fault = None if epsilon <= promised * (1 + 1e-3) else f"the ledger's epsilon is {epsilon:.4g}"
     expected = f"epsilon {promised:.4g}, as computed before the run"

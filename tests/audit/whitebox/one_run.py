@@ -28,7 +28,7 @@ from fedsim.audit.claim import MIN_P, Claim
 from fedsim.audit.findings import Statistic, statistical
 from fedsim.audit.two_world import Attack
 from fedsim.errors import FedsimError
-from fedsim.privacy.losses import bisected
+from fedsim.privacy.losses import bisect_interval
 from fedsim.randomness import Purpose, Randomness
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
@@ -194,7 +194,7 @@ def guesses_epsilon_bound(
     """Lower bound on epsilon at ``delta`` from one run's guesses."""
     if guesses_p_value(canaries, guesses, correct, 0.0, delta) > risk:
         return 0.0
-    return bisected(
+    return bisect_interval(
         lambda epsilon: guesses_p_value(canaries, guesses, correct, epsilon, delta) > risk,
         EPSILON_TOLERANCE,
     )[0]

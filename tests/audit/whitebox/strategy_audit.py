@@ -115,7 +115,9 @@ def audit(
             guessed = guess_coins(model, canaries, risk, seed)
     attacks += [guessed] * (guessed is not None)
     first = attacks[0] if attacks else None
-    claim = Claim((target.event.over(rounds),), target.delta) if first is None else first.claim
+    claim = (
+        Claim((target.event.over_rounds(rounds),), target.delta) if first is None else first.claim
+    )
     return Verdict(claim, tuple(attacks), tuple(results), confidence)
 
 

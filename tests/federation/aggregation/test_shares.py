@@ -343,7 +343,7 @@ def test_a_rounds_line_is_on_disk_before_its_messages_exist(tmp_path: Path) -> N
         seed=1,
         ledger=path,
         delta=1e-5,
-        max_epsilon=1.01 * Accountant([once.over(2)]).epsilon(1e-5),
+        max_epsilon=1.01 * Accountant([once.over_rounds(2)]).epsilon(1e-5),
     )
     grid = LocalGrid(trainer(), num_nodes=CLIENTS)
     for number in (1, 2):
