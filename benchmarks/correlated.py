@@ -50,7 +50,7 @@ def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
     seconds = 0.0
     for number in range(1, rounds + 1):
         started = time.perf_counter()
-        released = releaser.release(releaser.start(state), sources.of_round(number))
+        released = releaser.release(releaser.start(state), sources.round_source(number))
         state, seconds = released.state, time.perf_counter() - started
     return seconds, (resident("VmHWM") - before) * 2**20 / 8 / weights
 

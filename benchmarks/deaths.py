@@ -183,7 +183,7 @@ def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
         if not left:
             import ray
 
-            ray.kill(self._crew.workers[0].actor)
+            ray.kill(self._pool.workers[0].actor)
         return blocks(self, *arguments)
 
     RayGrid._blocks = losing  # type: ignore[method-assign, assignment]

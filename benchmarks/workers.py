@@ -25,7 +25,7 @@ from benchmarks.jobs import JOBS, SEED, data_of, trainer_of
 from fedsim.clients import SGD
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record
-from fedsim.federation.engines.forked import ForkedCrew, helpful_workers
+from fedsim.federation.engines.forked import ForkedWorkerPool, helpful_workers
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.rounds import rounds_of
 from fedsim.mechanisms import Clipping
@@ -90,8 +90,8 @@ class Side:
 
     def _cpu(self) -> float:
         """CPU seconds of this process and of the workers that it forked."""
-        crew = self.grid._crew
-        pids = [worker.pid for worker in crew.workers] if isinstance(crew, ForkedCrew) else []
+        pool = self.grid._pool
+        pids = [worker.pid for worker in pool.workers] if isinstance(pool, ForkedWorkerPool) else []
         nanoseconds = [int(Path(f"/proc/{p}/schedstat").read_text().split()[0]) for p in pids]
         return time.process_time() + sum(nanoseconds) / 1e9
 

@@ -39,13 +39,13 @@ class Purpose(IntEnum):
         share no draw.
     levels : tuple of "run", "client" and "example"
         Kinds of rows that the draw can be about; "run" if it is about none.
-    parts : str
+    part_meaning : str
         Meaning of the part number, which separates draws of one level, purpose, round, client.
     """
 
     keyed_by: Literal["seed", "release"]
     levels: tuple[DrawLevel, ...]
-    parts: str
+    part_meaning: str
 
     INIT = 1, "seed", ("run",), "0 a model, 1 an adapter; an experiment numbers its own"
     PARTITION = 2, "seed", ("run",), "0 dealing examples, 1 keeping some of them"
@@ -63,12 +63,12 @@ class Purpose(IntEnum):
         number: int,
         keyed_by: Literal["seed", "release"],
         levels: tuple[DrawLevel, ...],
-        parts: str,
+        part_meaning: str,
     ) -> Self:
         """Make a purpose. Its number is part of its draws' addresses and must never change."""
         purpose = int.__new__(cls, number)
         purpose._value_ = number
-        purpose.keyed_by, purpose.levels, purpose.parts = keyed_by, levels, parts
+        purpose.keyed_by, purpose.levels, purpose.part_meaning = keyed_by, levels, part_meaning
         return purpose
 
 
@@ -95,7 +95,7 @@ class Stream:
         self._philox = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._philox)
 
-    def move(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Generator:
+    def seek(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Generator:
         """Move the generator to the start of the stream at this key and counter, and return it."""
         # numpy takes any sequences of integers here, and tuples cost half of what arrays do.
         state: Any = {
@@ -131,8 +131,8 @@ class Randomness:
     _keys: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)
     _repeats: bool = field(default=False, init=False, repr=False, compare=False)
 
-    watch: ClassVar[Callable[[Address], object] | None] = None
-    """Called with the address of every draw that is not a `repeated` one; for tests."""
+    address_observer: ClassVar[Callable[[Address], object] | None] = None
+    """Called with the address of every draw that is not replayed (`for_replay`); for tests."""
 
     def __post_init__(self) -> None:
         require("seed", self.seed, expected(int | None))
@@ -147,7 +147,7 @@ class Randomness:
         """Name of this source in the ledger."""
         return "system" if self.seed is None else "config"
 
-    def repeated(self) -> Self:
+    def for_replay(self) -> Self:
         """The same source, for addresses used before: in a retry, a replay or a check.
 
         With system entropy the draws are new ones nevertheless.
@@ -207,7 +207,7 @@ class Randomness:
         if not (parts.start >= 0 and last < 2**48 and 0 <= round < 2**63 and 0 <= client < 2**63):
             raise ValueError(f"there is no address of round {round}, client {client}, part {last}.")
         key = None if self.seed is None else self._keys[purpose.keyed_by]
-        watch = None if self._repeats else Randomness.watch
+        watch = None if self._repeats else Randomness.address_observer
         # One counter word has level (bits 56 to 63), purpose (48 to 55) and part (0 to 47).
         purpose_word = _LEVELS[level] << 56 | purpose << 48
         stream = stream or Stream()
@@ -215,9 +215,9 @@ class Randomness:
             if watch is not None:
                 watch(Address(key, level, purpose, round, client, part))
             if key is None:
-                yield stream.move((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
+                yield stream.seek((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
             else:
-                yield stream.move(key, (0, purpose_word | part, round, client))
+                yield stream.seek(key, (0, purpose_word | part, round, client))
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,9 @@ class Draws:
             stream=self.stream,
         )
 
-    def repeated(self) -> Draws:
-        """The same draws, made again: see `Randomness.repeated`."""
-        return replace(self, randomness=self.randomness.repeated())
+    def for_replay(self) -> Draws:
+        """The same draws, made again: see `Randomness.for_replay`."""
+        return replace(self, randomness=self.randomness.for_replay())
 
 
 def _key(seed: int | None, release: str | None) -> tuple[int, int]:

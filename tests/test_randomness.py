@@ -88,7 +88,7 @@ def test_a_first_time_is_watched_and_asking_again_is_not(monkeypatch):
     monkeypatch.setattr(Randomness, "watch", staticmethod(seen.append))
     source = Randomness(3)
     first = source.generator(Purpose.NOISE, level="client", round=2)
-    again = source.repeated().generator(Purpose.NOISE, level="client", round=2)
+    again = source.for_replay().generator(Purpose.NOISE, level="client", round=2)
     assert first.bytes(8) == again.bytes(8)
     Draws(source, "client", amplified=True).generator(4, 1)
     assert [address[1:] for address in seen] == [

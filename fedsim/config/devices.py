@@ -219,10 +219,10 @@ class Devices:
 
 
 def _generator(seed: int, part: int, client: int, round: int = 0) -> np.random.Generator:
-    # `repeated`: the same draws are made in every round, since a device's speed does not change.
+    # `for_replay`: the same draws are made in every round, since a device's speed does not change.
     return (
         Randomness(seed)
-        .repeated()
+        .for_replay()
         .generator(Purpose.DEVICE, level="client", round=round, client=int(client), part=part)
     )
 
@@ -232,7 +232,7 @@ def work_counts(work: str, population: int, seed: int) -> Ints | None:
     drawn = _WORK_RANGE.fullmatch(work)
     if drawn is None:
         return read_work(Path(work), population) if work else None
-    draws = Randomness(seed).repeated()
+    draws = Randomness(seed).for_replay()
     generator = draws.generator(Purpose.DEVICE, level="client", part=WORK)
     return generator.integers(int(drawn[1]), int(drawn[2]), population, endpoint=True)
 

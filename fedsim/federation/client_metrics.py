@@ -27,7 +27,7 @@ from fedsim.federation.exchange import (
 )
 from fedsim.federation.extras import LARGEST, Extra, RoundResult
 from fedsim.federation.participants import Participants
-from fedsim.federation.replies import Reply, read
+from fedsim.federation.replies import Reply, read_replies
 from fedsim.federation.round_report import Tally
 from fedsim.rows import Layout
 
@@ -186,7 +186,7 @@ class TrainMetrics(Extra):
         self._means = self._empty_means()
         return instructions
 
-    def take(self, reply: Reply) -> None:
+    def receive(self, reply: Reply) -> None:
         """Add a reply's metrics, whether its clients' rows are usable or not."""
         self._means.add(reply)
 
@@ -299,10 +299,10 @@ class ClientEvaluation:
         if isinstance(replies, Replies):
             decoded: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            decoded = read(replies, instructions, tally)
+            decoded = read_replies(replies, instructions, tally)
         metrics = self.metrics_sum(server_round)
         for reply in decoded:
-            metrics.add(replace(reply, block=tally.take(reply.block)))
+            metrics.add(replace(reply, block=tally.accept(reply.block)))
         record = metrics.record()
         self.last_round = server_round
         return record

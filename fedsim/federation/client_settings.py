@@ -128,7 +128,7 @@ class ClientTraining:
             )
         return np.asarray(counts, dtype=np.float64)
 
-    def charged(
+    def charge_recipients(
         self, recipients: Recipients, server_round: int, *, private: bool
     ) -> tuple[Recipients, str | None]:
         """Charge the recipients' examples for a round, before they are asked.
@@ -209,9 +209,9 @@ class PrivateMetrics:
         )
 
     @property
-    def shown(self) -> tuple[str, ...]:
+    def released_names(self) -> tuple[str, ...]:
         """Names of the numbers that an evaluation releases."""
-        return tuple(name for entry in self.ranges for name in entry.shown)
+        return tuple(name for entry in self.ranges for name in entry.result_names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Extras: parts of a round in addition to its sum, such as clients' state, vectors and metrics.
 
-A strategy calls its extras in order: `Extra.send` when a round is configured, `Extra.take` for each
-reply, and `Extra.finish` once the round is released, after its ledger line was written.
+A strategy calls its extras in order: `Extra.send` when a round is configured, `Extra.receive` for
+each reply, and `Extra.finish` once the round is released, after its ledger line was written.
 `Extra.state` is saved in checkpoints.
 """
 
@@ -60,7 +60,7 @@ class Extra:
         """A round's instructions, with what this extra adds for the clients."""
         return instructions
 
-    def take(self, reply: Reply) -> None:
+    def receive(self, reply: Reply) -> None:
         """Read what a block's clients report; the clients in the sum are True in ``usable [n]``.
 
         If it raises, it must have changed nothing. The client is then marked as failed
@@ -80,14 +80,14 @@ class Extra:
         """Continue from `state`."""
 
 
-def take_reply(extra: Extra, reply: Reply) -> list[int]:
+def receive_reply(extra: Extra, reply: Reply) -> list[int]:
     """Let an extra take a reply, and return the clients for which it raised.
 
     If it raises for a block, it takes the block's clients one by one, so that one client's report
     does not make the others fail.
     """
     try:
-        extra.take(reply)
+        extra.receive(reply)
     except Exception as error:
         ids = reply.block.client_ids
         if len(ids) == 1:
@@ -95,7 +95,7 @@ def take_reply(extra: Extra, reply: Reply) -> list[int]:
             _log.warning("%s cannot use what client %s reports: %s", name, ids, printable(error))
             return [int(ids[0])]
         single_replies = (replace(reply, block=reply.block.select(ids == client)) for client in ids)
-        return [client for single in single_replies for client in take_reply(extra, single)]
+        return [client for single in single_replies for client in receive_reply(extra, single)]
     return []
 
 

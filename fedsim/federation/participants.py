@@ -131,7 +131,7 @@ class Participants:
             self._min_available = min(self._min_available, 1)
             # A client that comes back as another node must not get the rounds of a second client.
             directory = grid.directory if isinstance(grid, StreamingGrid) else self._directory
-            directory.numbers_new = not self._limits_rounds
+            directory.assigns_new_ids = not self._limits_rounds
         self._has_begun = True
         return available
 
@@ -151,7 +151,7 @@ class Participants:
         if outsiders:
             _log.warning("%d nodes beyond the population have no part in the run.", outsiders)
 
-    def available_part(
+    def available_recipients(
         self, server_round: int, cohort: Ints, grid: Grid, replying: AvailabilityRule | None
     ) -> Recipients:
         """The clients of a ``cohort`` that take part: available ones that reply, by ``replying``.

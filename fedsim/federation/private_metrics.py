@@ -76,7 +76,7 @@ class PrivateEvaluation(ClientEvaluation):
         """Sample each client independently, at the rate that the ledger charges."""
         draws = Draws(self._randomness, level="client", amplified=self.plan.amplified)
         sampled = self.plan.sampler.draw(server_round, draws)
-        return self.participants.available_part(
+        return self.participants.available_recipients(
             server_round, sampled, grid, self.participants.reachable
         )
 

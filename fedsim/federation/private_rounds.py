@@ -24,7 +24,7 @@ from fedsim.federation.arrays import array_record, tensors, to_arrays
 from fedsim.federation.client_metrics import ClientEvaluation
 from fedsim.federation.client_settings import ClientTraining
 from fedsim.federation.exchange import Instructions
-from fedsim.federation.extras import Extra, RoundResult, take_reply
+from fedsim.federation.extras import Extra, RoundResult, receive_reply
 from fedsim.federation.participants import Participants
 from fedsim.federation.round_report import Failures, RoundReport
 from fedsim.federation.rounds import ResumableStrategy
@@ -112,10 +112,10 @@ class PrivateRounds(ResumableStrategy):
         if self.stopped is not None or self._stops(self._accounting.refusal(server_round)):
             return []
         server = tensors(arrays)
-        layout = self.take_layout(server)
+        layout = self.set_layout(server)
         cohort, replying = self.participants.cohort(server_round), self.participants.replying
-        recipients = self.participants.available_part(server_round, cohort, grid, replying)
-        recipients, refusal = self._client_training.charged(
+        recipients = self.participants.available_recipients(server_round, cohort, grid, replying)
+        recipients, refusal = self._client_training.charge_recipients(
             recipients, server_round, private=self.private
         )
         if self._stops(refusal):
@@ -150,7 +150,7 @@ class PrivateRounds(ResumableStrategy):
                 f"one set of messages a round; run it by {type(self).__name__}.start(...) itself, "
                 "not by a Flower strategy or workflow around it."
             )
-        if aggregation.charged_when_asked and self._recorded(server_round):
+        if aggregation.charged_before_request and self._recorded(server_round):
             return []
         self._pending = aggregation
         return aggregation.request()
@@ -188,7 +188,7 @@ class PrivateRounds(ResumableStrategy):
         for reply in aggregation.replies(replies):
             added = aggregation.add(reply)
             for extra in self.extras.values():
-                failed = take_reply(extra, added)
+                failed = receive_reply(extra, added)
                 aggregation.tally.reject(np.array(failed, dtype=np.int64), "malformed")
         report = aggregation.tally.report(server_round)
         summed = aggregation.total.count
@@ -196,12 +196,14 @@ class PrivateRounds(ResumableStrategy):
         summing = aggregation.summing
         # On disk before the release exists: a crash from here on charges one too many, never less.
         if self._stops(self._client_training.budgets_spent(report)) or (
-            not aggregation.charged_when_asked and self._recorded(server_round)
+            not aggregation.charged_before_request and self._recorded(server_round)
         ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None
-        if aggregation.lost is not None:
-            self.log.warning("round %s is lost, and charged: %s.", server_round, aggregation.lost)
+        if aggregation.why_lost is not None:
+            self.log.warning(
+                "round %s is lost, and charged: %s.", server_round, aggregation.why_lost
+            )
             return None, None
         all_failed = summed == 0 and summing.asked > 0
         self._failures.record(self.report, lost=all_failed)
@@ -257,13 +259,13 @@ class PrivateRounds(ResumableStrategy):
         FedsimError
             If the mechanism or the budget does not fit the model.
         """
-        layout = self.take_layout(tensors(arrays))
+        layout = self.set_layout(tensors(arrays))
         self.plan.bound.sensitivity(self._mechanism_state, layout)
         self._accounting.check()
         if (evaluations := self.evaluation.accounting) is not None:
             evaluations.check()
 
-    def take_layout(self, server: dict[str, Tensor]) -> Layout:
+    def set_layout(self, server: dict[str, Tensor]) -> Layout:
         """The layout of a row, the same in all rounds; the first call initialises the state.
 
         Raises
@@ -342,7 +344,11 @@ class PrivateRounds(ResumableStrategy):
             "mechanism": {name: value.clone() for name, value in mechanism.items()},
             **({} if noise is None else {"noise": noise}),
             **({"plan": strategy_state.plan_state(plan)} if plan.closed else {}),
-            **{n: part for n, owner in self._parts.items() if (part := owner.state()) is not None},
+            **{
+                n: part
+                for n, owner in self._stateful_parts.items()
+                if (part := owner.state()) is not None
+            },
             "stopped": self.stopped,
             "ledger": self._accounting.state(),
         }
@@ -372,17 +378,17 @@ class PrivateRounds(ResumableStrategy):
             strategy_state.check_shapes(state, self.plan.bound, self.server_optimizer)
             mechanism = {name: value.clone() for name, value in state["mechanism"].items()}
             noise = self._aggregation_settings.noise
-            strategy_state.restore_parts({"noise": noise, **self._parts}, state)
+            strategy_state.restore_parts({"noise": noise, **self._stateful_parts}, state)
         # From here on nothing raises.
         self._accounting.restore(state["ledger"])
         self._layout, self._parameters = None, state["parameters"]
         self._mechanism_state = mechanism
         self.rounds_done = self.evaluation.last_round = state["round"]
         self.stopped = state["stopped"]
-        self._aggregation_settings.noise.renew(self.rounds_done + 1)
+        self._aggregation_settings.noise.renew_secret(self.rounds_done + 1)
 
     @property
-    def _parts(self) -> dict[str, Any]:
+    def _stateful_parts(self) -> dict[str, Any]:
         """The parts that have a state, by their names in a checkpoint."""
         return {
             "cohort": self.participants,

@@ -67,7 +67,7 @@ class _UnusableError(Exception):
         self.reason = reason
 
 
-def read(
+def read_replies(
     replies: Iterable[Message],
     instructions: Instructions,
     tally: Tally,

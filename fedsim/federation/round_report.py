@@ -158,7 +158,7 @@ class Tally:
         self._has_replied = np.zeros(len(asked), dtype=np.bool_)
         self._doubts: list[tuple[Ints, Tensor, Reason]] = []
 
-    def take(self, block: Block) -> Block:
+    def accept(self, block: Block) -> Block:
         """The part of a block that counts: clients asked, at their first reply, not failed."""
         position = np.searchsorted(self._asked, block.client_ids)
         is_asked = position < len(self._asked)

@@ -65,7 +65,7 @@ class ResumableStrategy(Strategy):
         return None
 
     @abstractmethod
-    def take_layout(self, server: dict[str, Tensor]) -> Layout:
+    def set_layout(self, server: dict[str, Tensor]) -> Layout:
         """Return the layout of a row of these parameters; raise if they cannot be trained."""
 
     @abstractmethod
@@ -123,7 +123,7 @@ class ResumableStrategy(Strategy):
             first_round = 1
         if first_round is not None:
             self._check_first(first_round)
-        self.take_layout(arrays)
+        self.set_layout(arrays)
         self.log.info("Starting %s strategy:", type(self).__name__)
         self.log.info("\t├──> Number of rounds: %s", num_rounds)
         rounds = rounds_of(

@@ -40,7 +40,7 @@ class Summing:
         State of the mechanism in this round.
     weight_key : str or None
         Metric that weights rows; None where all rows have the same weight.
-    declared : pair of int64 and float64 ``[a]``, optional
+    declared_counts : pair of int64 and float64 ``[a]``, optional
         Sorted client ids, and the declared number of examples of each, which is the weight in place
         of what clients report.
     asked : int
@@ -51,13 +51,13 @@ class Summing:
     layout: Layout
     state: State
     weight_key: str | None
-    declared: tuple[Ints, Floats] | None
+    declared_counts: tuple[Ints, Floats] | None
     asked: int
 
     @property
     def reported(self) -> tuple[str, ...]:
         """Names of the numbers that a client must report for its row to be added."""
-        weighs = self.weight_key is not None and self.declared is None
+        weighs = self.weight_key is not None and self.declared_counts is None
         return (*self.plan.bound.side_scalar_names, *([self.weight_key or ""] if weighs else []))
 
     def add(self, block: Block, total: PartialSum) -> Block:
@@ -66,7 +66,7 @@ class Summing:
         A client with an invalid weight or scalar is marked as failed. ``total`` is the server's sum
         of a round or a worker's part of it, started by a releaser of the same plan and layout.
         """
-        block = self.checked(block)
+        block = self.mark_invalid(block)
         usable = torch.zeros(len(block.ok), dtype=torch.bool, device=total.definition.device)
         if block.ok.any():
             sound = block if block.ok.all() else block.select(block.ok)
@@ -81,7 +81,7 @@ class Summing:
             )
         return replace(block, rows=None, usable=usable)
 
-    def checked(self, block: Block) -> Block:
+    def mark_invalid(self, block: Block) -> Block:
         """The block, with the clients whose weights or scalars are invalid marked as failed."""
         reasons: dict[int, Reason] = {}
 
@@ -119,9 +119,9 @@ class Summing:
         """Weight of each row, ``[n]``; None where all weigh the same."""
         if self.weight_key is None:
             return None
-        if self.declared is None:
+        if self.declared_counts is None:
             return _reported(block, self.weight_key)
-        client_ids, counts = self.declared
+        client_ids, counts = self.declared_counts
         return counts[np.searchsorted(client_ids, block.client_ids)]
 
 

@@ -152,7 +152,7 @@ class Mechanism(ABC):
         """Names of the scalars that must be passed with the rows."""
         return tuple(side.name for side in self.side_scalars)
 
-    def shown(self, layout: Layout) -> tuple[str, ...]:
+    def released_names(self, layout: Layout) -> tuple[str, ...]:
         """Names in `Release.side_scalars` and `Release.info`: what is released with the mean."""
         names: list[str] = []
         for segment in self.segments(layout):
@@ -248,7 +248,7 @@ class Mechanism(ABC):
         bad = torch.zeros(len(block), dtype=torch.bool, device=block.device)
         for segment in self.segments(layout):
             round_state = segment.round_state(state)
-            for chunk, y in Chunks().of(segment.part_of(rows).dense()):
+            for chunk, y in Chunks().split(segment.part_of(rows).dense()):
                 bad[chunk] |= bound_and_weight_(segment.bound, y, round_state, 1.0, 1.0)[1]
                 scatter(out[chunk], segment.bound.restore(y, round_state), segment.columns)
         return out.masked_fill_(bad[:, None], 0.0)

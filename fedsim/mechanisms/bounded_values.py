@@ -80,12 +80,12 @@ class ValueRange:
         return 2 + BINS * self.quantiles
 
     @property
-    def parts(self) -> int:
+    def vector_count(self) -> int:
         """Number of vectors of norm at most 1 that a row consists of."""
         return 1 + self.quantiles
 
     @property
-    def shown(self) -> tuple[str, ...]:
+    def result_names(self) -> tuple[str, ...]:
         """Names of the results of `summary`."""
         return (self.name, *(f"{self.name}-{q}" for q in QUANTILES if self.quantiles))
 
@@ -209,7 +209,7 @@ class Moments:
 
 def joint_norm(ranges: Sequence[ValueRange]) -> float:
     """Largest norm of a joint row of several ranges: the sensitivity of its sum."""
-    return math.sqrt(sum(value_range.parts for value_range in ranges))
+    return math.sqrt(sum(value_range.vector_count for value_range in ranges))
 
 
 def joint_rows(ranges: Sequence[ValueRange], values: Mapping[str, Floats], count: int) -> Floats:

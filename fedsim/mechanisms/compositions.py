@@ -92,7 +92,7 @@ class PerLayer(Mechanism):
             raise FedsimError(f"shares are {len(shares)}; the model has {len(layers)} layers.")
         segments = []
         for k, ((bound, entries), share) in enumerate(zip(layers, shares, strict=True)):
-            layer, columns = layout.take(entries)
+            layer, columns = layout.subset(entries)
             (inner,) = bound.segments(layer)  # a part is a single bound
             shares_in = (share, *inner.shares)
             segments.append(replace(inner, prefix=f"{k}.", columns=columns, shares=shares_in))

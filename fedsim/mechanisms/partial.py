@@ -281,7 +281,9 @@ class SegmentSum:
             rows = dense = DenseRows(rows.dense())
             if self._add_scaled(dense.tensor, weights, masks):
                 return
-        for chunk_owners, index, y in self._chunks.of_owners(rows, counts, owners, vector.coarse):
+        for chunk_owners, index, y in self._chunks.split_by_owner(
+            rows, counts, owners, vector.coarse
+        ):
             round_state, unit = self._round_state_of(chunk_owners)
             weight = weights[index]
             bounded, bad = bound_and_weight_(self.segment.bound, y, round_state, unit, weight)

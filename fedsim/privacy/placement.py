@@ -105,7 +105,7 @@ class NoiseShares(Placement):
 
     name: ClassVar[PlacementName] = "client"
 
-    def parts(self, asked: int) -> int:
+    def share_count(self, asked: int) -> int:
         """Number of shares into which the noise is divided, of ``asked`` clients."""
         return asked
 
@@ -175,13 +175,13 @@ class SecureAggregation(NoiseShares):
         """What enters a strategy's digest."""
         return {**super().settings, "secure": self}
 
-    def parts(self, asked: int) -> int:
+    def share_count(self, asked: int) -> int:
         """One for each of the fewest honest survivors, whose noise is what is charged."""
         return self.threshold - self.colluders
 
     def excess_noise(self, clients: int) -> float:
         """All clients add noise, and that of the fewest honest survivors is charged."""
-        return math.sqrt(clients / self.parts(clients))
+        return math.sqrt(clients / self.share_count(clients))
 
     def check_cohort(self, sampler: Sampler, *, known: bool) -> None:
         """Refuse cohorts that are smaller than the threshold, or whose size is secret.

@@ -206,7 +206,7 @@ class BlockTrainer(Protocol):
         """
         return {}
 
-    def keep(self, states: ClientStates, round: int) -> None:
+    def store_states(self, states: ClientStates, round: int) -> None:
         """Store clients' states of the end of ``round``, as another process's `state` gave them."""
         return
 

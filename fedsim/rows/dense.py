@@ -164,7 +164,7 @@ class DenseRows:
 
     def _row_chunks(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         block = self._with_client_axis(self.tensor)
-        return Chunks().of_block(DenseRows(block), [self.count] * len(block), block)
+        return Chunks().split_block(DenseRows(block), [self.count] * len(block), block)
 
 
 class Chunks:
@@ -173,22 +173,22 @@ class Chunks:
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
-    def of(self, block: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def split(self, block: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Rows of ``block [rows, d]`` as float64 copies.
 
         Yields the slice of rows and a buffer ``[c, d]``. The caller may overwrite the buffer, but
         not keep it: the next iteration reuses its memory.
         """
-        for (_, chunk), y in self.of_block(DenseRows(block[None]), [len(block)], block):
+        for (_, chunk), y in self.split_block(DenseRows(block[None]), [len(block)], block):
             yield chunk, y[0]
 
-    def of_block(
+    def split_block(
         self, rows: BlockRows, counts: Sequence[int], like: Tensor
     ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         """Float64 copies ``[k, c, d]`` of the first ``counts [n]`` of rows ``[n, B, d]``.
 
-        As with `of`, the buffer is reused. On a CPU k is 1. On a GPU a copy has as many clients as
-        fit, and some rows beyond a client's count if another client has more. ``like [..., d]``
+        As with `split`, the buffer is reused. On a CPU k is 1. On a GPU a copy has as many clients
+        as fit, and some rows beyond a client's count if another client has more. ``like [..., d]``
         determines the device.
         """
         max_count, n, d = max(counts, default=0), len(counts), like.shape[-1]
@@ -211,18 +211,18 @@ class Chunks:
                 y = buffer[: shape[0] * shape[1]].view(shape)
                 yield (clients, chunk), y.copy_(rows[clients, chunk].dense())
 
-    def of_owners(
+    def split_by_owner(
         self, rows: Rows, counts: Sequence[int] | None, owners: Owners, like: Tensor
     ) -> Iterator[tuple[Owners, slice | tuple[slice, slice], Tensor]]:
-        """As `of_block`, and also the owners of each copy: (owners, index, copy ``[..., c, d]``).
+        """As `split_block`, with the owners of each copy: (owners, index, copy ``[..., c, d]``).
 
         Without ``counts``, all rows ``[rows, d]`` belong to one sum.
         """
         if counts is None:
-            for chunk, y in self.of(rows.dense()):
+            for chunk, y in self.split(rows.dense()):
                 yield owners, chunk, y
             return
-        for index, y in self.of_block(cast(BlockRows, rows), counts, like):
+        for index, y in self.split_block(cast(BlockRows, rows), counts, like):
             if torch.is_tensor(owners):
                 yield owners[index[0]], index, y
             else:

@@ -163,18 +163,18 @@ class OuterRows:
     for rows whose norm would be inaccurate. All sums are in float64.
     """
 
-    parts: tuple[LinearPart, ...]
+    layers: tuple[LinearPart, ...]
 
     @property
     def count(self) -> int:
         """Number of rows."""
-        return self.parts[0].count
+        return self.layers[0].count
 
     @property
     def _layer_columns(self) -> list[tuple[LinearPart, slice]]:
         """Each layer with its columns in a row."""
-        ends = accumulate(layer.size for layer in self.parts)
-        return [(p, slice(end - p.size, end)) for p, end in zip(self.parts, ends, strict=True)]
+        ends = accumulate(layer.size for layer in self.layers)
+        return [(p, slice(end - p.size, end)) for p, end in zip(self.layers, ends, strict=True)]
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """Norms ``[..., rows]``; one whose square leaves float64's range counts as non-finite."""
@@ -188,8 +188,8 @@ class OuterRows:
 
         None on a GPU if terms may cancel: it would have to be read back which rows these are.
         """
-        cancels = center is not None or any(layer.cancels for layer in self.parts)
-        if cancels and self.parts[0].x.is_cuda:
+        cancels = center is not None or any(layer.cancels for layer in self.layers)
+        if cancels and self.layers[0].x.is_cuda:
             return None
         layer_squares = []
         for layer, columns in self._layer_columns:
@@ -207,7 +207,7 @@ class OuterRows:
             # A row with NaN is not doubtful: it contributes nothing.
             doubted = torch.isfinite(sizes) & (sizes > 0) & ~(values >= min_ratio * sizes)
             doubtful = doubted.nonzero().tolist()
-        if scale is not None or self.parts[0].x.dtype == torch.float64:
+        if scale is not None or self.layers[0].x.dtype == torch.float64:
             # Such squares may have lost digits by underflow, and count as non-finite. Products of
             # float32 numbers cannot be that small.
             norms = norms.masked_fill((values > 0) & (values < TINY), torch.nan)
@@ -222,16 +222,18 @@ class OuterRows:
 
     def _row(self, index: tuple[int, ...]) -> Tensor:
         """One row ``[d]``; from copies, so that alignment, and with it bits, cannot depend on k."""
-        parts = [replace(p, x=p.x[index].clone(), delta=p.delta[index].clone()) for p in self.parts]
+        parts = [
+            replace(p, x=p.x[index].clone(), delta=p.delta[index].clone()) for p in self.layers
+        ]
         return torch.cat([layer.dense() for layer in parts], dim=-1)
 
     def sum(self, weights: Tensor) -> Tensor:
         """``sum_k weights_k row_k``, float64 ``[..., d]``: one matrix product a layer."""
-        return torch.cat([piece for layer in self.parts for piece in layer.sums(weights)], dim=-1)
+        return torch.cat([piece for layer in self.layers for piece in layer.sums(weights)], dim=-1)
 
     def dense(self) -> Tensor:
         """The rows themselves, ``[..., rows, d]``."""
-        return torch.cat([layer.dense() for layer in self.parts], dim=-1)
+        return torch.cat([layer.dense() for layer in self.layers], dim=-1)
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
         """The same rows over these columns only; still factored if they are whole layers."""
@@ -246,4 +248,4 @@ class OuterRows:
 
     def __getitem__(self, index: Index) -> OuterRows:
         """Some rows of some clients, or of one."""
-        return OuterRows(tuple(layer[index] for layer in self.parts))
+        return OuterRows(tuple(layer[index] for layer in self.layers))

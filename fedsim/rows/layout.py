@@ -101,7 +101,7 @@ class Layout:
             for entry in self.entries
         }
 
-    def take(self, entries: Sequence[Parameter]) -> tuple[Layout, tuple[slice, ...]]:
+    def subset(self, entries: Sequence[Parameter]) -> tuple[Layout, tuple[slice, ...]]:
         """A layout of some entries alone, and their columns in this one.
 
         Columns of neighbouring entries are joined to one slice.

@@ -128,7 +128,7 @@ class StatisticsPlan:
         columns, outputs = model.columns(dataset.input_shape), dataset.num_outputs
         moments = columns + outputs * (targets is not None)
         # A row has this number of parts of norm 1 at most, so a norm of at most its square root.
-        parts = classes + moments * sum(one.parts for one in model.moments.ranges)
+        parts = classes + moments * sum(one.vector_count for one in model.moments.ranges)
         of_sums = _config(config, request, model, targets, math.sqrt(max(parts, 1)))
         inputs = _numbered("input", columns, model.inputs == "together")
         if model.inputs == "each" and dataset.feature_names:

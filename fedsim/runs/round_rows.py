@@ -42,7 +42,7 @@ def row_columns(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
                 for suffix in ("", *(f"-{quantile}" for quantile in QUANTILES))
             ]
     elif (private := private_metrics(config)) is not None:
-        columns += [f"clients-{name}" for name in private.shown]
+        columns += [f"clients-{name}" for name in private.released_names]
     if strategy.private:
         columns += ["epsilon", "epsilon-so-far"] if strategy.plan.charged_ahead else ["epsilon"]
     if driver_charges_examples(config):
@@ -51,7 +51,7 @@ def row_columns(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
         # Above 0 if epsilon must be marked, as in `epsilon_marks`.
         columns += ["simulated", "declared"]
     columns += RoundReport.columns
-    columns += [*strategy.plan.bound.shown(resolved.trainer.layout), "update-norm"]
+    columns += [*strategy.plan.bound.released_names(resolved.trainer.layout), "update-norm"]
     columns += resolved.devices.columns
     columns += ["clients-per-second", "seconds"]
     twice = [name for name in columns if columns.count(name) > 1]

@@ -128,7 +128,7 @@ class Session:
         if examples is not None:
             examples.resume(LedgerPosition(**state.examples), self.strategy.run)
         self.resolved.trainer.join(self.strategy.run)
-        self.resolved.trainer.keep(state.clients, state.round)
+        self.resolved.trainer.store_states(state.clients, state.round)
         self._arrays = array_record(state.parameters)
         self._rows = [state.row] if state.row else []
         self._callbacks.restore(state.callbacks)

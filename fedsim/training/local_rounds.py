@@ -129,7 +129,7 @@ class LocalRounds:
             ids = client_ids[group]
             # Clients that have started the round repeat their draws.
             sources = [
-                randomness[i].repeated()
+                randomness[i].for_replay()
                 if self._started_rounds.get(client) == round
                 else randomness[i]
                 for i, client in zip(group, ids.tolist(), strict=True)

@@ -244,7 +244,7 @@ class Trainer:
         """State that these clients keep between rounds, at the start of ``round``."""
         return self.client_state.state(client_ids, round)
 
-    def keep(self, states: ClientStates, round: int) -> None:
+    def store_states(self, states: ClientStates, round: int) -> None:
         """Store state that another trainer's `state` returned, as of the end of ``round``."""
         self.client_state.store.keep(states, round)
 
@@ -340,7 +340,7 @@ class Trainer:
         trainer_checks.check_call(vector, sizes, client_ids, round, self.population)
         vector = self._on_device(vector)[: self.layout.d]
         # A repeated evaluation of a round draws the same numbers.
-        yield from self.evaluation.blocks(vector, client_ids, round, self.randomness.repeated())
+        yield from self.evaluation.blocks(vector, client_ids, round, self.randomness.for_replay())
 
     @property
     def ledger(self) -> Ledger | None:

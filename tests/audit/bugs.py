@@ -68,7 +68,7 @@ honest_generator = Randomness.generator
 
 
 def again(randomness: Randomness, address: dict[str, Any], **other: int) -> np.random.Generator:
-    return honest_generator(randomness.repeated(), Purpose.NOISE, **{**address, **other})
+    return honest_generator(randomness.for_replay(), Purpose.NOISE, **{**address, **other})
 
 
 @contextmanager
@@ -385,7 +385,7 @@ def _waits() -> AbstractContextManager[object]:
 def _favoured() -> AbstractContextManager[object]:
     def draw(self: Poisson, round: int, draws: Draws) -> np.ndarray:
         ids = honest_draw(self, round, draws)
-        repeated = draws.randomness.repeated()
+        repeated = draws.randomness.for_replay()
         lucky = repeated.generator(Purpose.EVALUATE, level="client", round=round).random()
         return np.union1d(ids, [5]) if lucky < self.rate else ids
 
@@ -412,7 +412,7 @@ def _alternating() -> AbstractContextManager[object]:
 
 
 def _again(draws: Draws) -> Draws:
-    return dataclasses.replace(draws, randomness=draws.randomness.repeated())
+    return dataclasses.replace(draws, randomness=draws.randomness.for_replay())
 
 
 # -- bound ---------------------------------------------------------------------------------

@@ -435,7 +435,7 @@ def draw_of_round(change: Callable[[int], tuple[int, int]]) -> Iterator[None]:
 
     def draw(self: Poisson, round: int, draws: Draws, step: int = 0) -> np.ndarray:
         other, shift = change(round)
-        repeated = dataclasses.replace(draws, randomness=draws.randomness.repeated())
+        repeated = dataclasses.replace(draws, randomness=draws.randomness.for_replay())
         return np.sort((honest_draw(self, other, repeated) + shift) % self.population)
 
     with patch.object(Poisson, "draw", draw):

@@ -79,7 +79,7 @@ def test_noise_that_clients_share_is_caught() -> None:
     generator = Randomness.generator
 
     def of_first_client(self: Randomness, purpose: Purpose, **address: Any) -> Any:
-        return generator(self.repeated(), purpose, **{**address, "client": 0})
+        return generator(self.for_replay(), purpose, **{**address, "client": 0})
 
     for plant, seen in (
         (nullcontext(), False),

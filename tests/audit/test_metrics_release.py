@@ -130,7 +130,7 @@ def _many_examples_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def _everyone_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     def everyone(self: PrivateEvaluation, server_round: int, grid: Any) -> Any:
         reachable = self.participants.reachable
-        return self.participants.available_part(server_round, np.arange(30), grid, reachable)
+        return self.participants.available_recipients(server_round, np.arange(30), grid, reachable)
 
     monkeypatch.setattr(PrivateEvaluation, "evaluators", everyone)
 

@@ -81,7 +81,7 @@ class Watching(Extra):
         self.log.append((self.name, "send"))
         return instructions
 
-    def take(self, reply: Reply) -> None:
+    def receive(self, reply: Reply) -> None:
         if 2 in reply.block.metrics["number"]:
             raise RuntimeError("cannot read what client 2 says")
         self.log.append((self.name, reply.block.client_ids.tolist()))
@@ -108,7 +108,7 @@ def test_an_extra_that_raises_fails_that_client_and_leaves_the_release_as_it_is(
 class Unreadable(Extra):
     """Raises at whatever clients report."""
 
-    def take(self, reply: Reply) -> None:
+    def receive(self, reply: Reply) -> None:
         raise RuntimeError("cannot read what clients say")
 
 

@@ -55,7 +55,7 @@ def test_quantiles_are_right_to_a_bin_without_noise() -> None:
     for values in (rng.normal(2, 1, 5000), rng.uniform(-2, 6, 500), np.full(30, 1.3)):
         sums = one.rows(values).sum(0)
         found = dict(one.summary(sums))
-        assert list(found) == list(one.shown) == ["a", "a-p10", "a-median", "a-p90"]
+        assert list(found) == list(one.result_names) == ["a", "a-p10", "a-median", "a-p90"]
         for name, share in QUANTILES.items():
             wanted = np.quantile(np.clip(values, -2, 6), share)
             assert found[f"a-{name}"] == pytest.approx(wanted, abs=8 / BINS)

@@ -358,4 +358,4 @@ def test_a_release_shows_what_was_declared_before_the_first(mechanism: Mechanism
     layout = layout_of(12)
     for rounds in (0, 2):
         release = one_round(mechanism, state_after(mechanism, layout, rounds), torch.ones(3, 12))
-        assert {*release.info, *release.side_scalars} == set(mechanism.shown(layout))
+        assert {*release.info, *release.side_scalars} == set(mechanism.released_names(layout))

@@ -32,7 +32,7 @@ def summed(mechanism: Mechanism, *blocks: Tensor, weights: Tensor | None = None)
 
 
 def mean(mechanism: Mechanism, total: PartialSum, denominator: float = 1.0) -> Tensor:
-    layout = total.terms.segments[0].layout
+    layout = total.definition.segments[0].layout
     return releaser(mechanism, layout, 0.0, denominator).release(total, source()).mean
 
 
@@ -191,7 +191,7 @@ def test_noise_is_fresh_in_every_release() -> None:
 def test_a_denominator_that_is_not_positive_is_refused(denominator: float) -> None:
     with pytest.raises(FedsimError, match="denominator"):
         Releaser(
-            ShareRequest(Clipping(1.0), Independent(1.0), denominator, parts=1),
+            ShareRequest(Clipping(1.0), Independent(1.0), denominator, share_count=1),
             layout_of_rows(torch.ones(1, 2)),
         )
 

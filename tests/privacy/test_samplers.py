@@ -260,7 +260,7 @@ class Allocation:
     population: int
 
     def draw(self, round, draws, step=0):
-        asked = (draws if round == 1 else draws.repeated()).generator
+        asked = (draws if round == 1 else draws.for_replay()).generator
         inside = [
             round - 1 in asked(1, i).permutation(self.T)[: self.k] for i in range(self.population)
         ]

@@ -134,7 +134,7 @@ def _positions(seed: int, spoilt: bool = False):
 def test_norms_that_leave_the_range_of_squares_bound_all_the_same(size):
     dtype = torch.float32 if size == 1e-38 else torch.float64
     rows = linear_rows(0, dtype=torch.float64)
-    part = rows.parts[0]
+    part = rows.layers[0]
     scaled = OuterRows((LinearPart((part.x * size).to(dtype), part.delta.to(dtype), bias=False),))
     for mechanism in (Normalization(1.0), Clipping(1.0)):
         assert squared(added(mechanism, scaled, {}, 1)) <= 1

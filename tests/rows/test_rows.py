@@ -122,7 +122,7 @@ def test_mechanisms_release_the_same_from_implicit_rows_as_from_dense_ones(
 
 def test_a_non_finite_example_contributes_nothing_to_an_implicit_sum() -> None:
     rows = outer_rows()
-    rows.parts[0].x[2, 1] = float("nan")
+    rows.layers[0].x[2, 1] = float("nan")
     mechanism = Clipping(1.0)
     releasing = releaser(mechanism, Layout.of({"w": rows.dense()[0]}))
     total = releasing.start({})

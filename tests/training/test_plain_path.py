@@ -88,7 +88,7 @@ def test_one_channel_and_a_stride_that_leaves_one_column_train_as_in_a_plain_loo
 
 
 def test_a_client_s_seeds_are_the_same_drawn_together_or_step_by_step() -> None:
-    seeds = Seeds([Randomness(3).repeated()] * 2, np.array([5, 9]), 2)
+    seeds = Seeds([Randomness(3).for_replay()] * 2, np.array([5, 9]), 2)
     by_step = np.stack([seeds.of_step(step, 2)[:, 0] for step in range(STEPS)], axis=1)
     assert by_step.tolist() == [seeds.of_client(k, STEPS).tolist() for k in range(2)]
     assert len(set(by_step.ravel().tolist())) == 2 * STEPS

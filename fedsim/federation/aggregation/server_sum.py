@@ -32,7 +32,7 @@ from torch import Tensor
 from fedsim.array_types import Floats
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.exchange import Instructions, RecordKeys, Replies
-from fedsim.federation.replies import Reply, changed_whole_numbers, read
+from fedsim.federation.replies import Reply, changed_whole_numbers, read_replies
 from fedsim.federation.round_report import Tally
 from fedsim.federation.row_sums import Summing
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
@@ -62,14 +62,14 @@ class NoiseSources:
         if noise.correlated and randomness.seed is None:
             self._secrets = [(1, secrets.token_hex(32))]
 
-    def _of(self, draw_round: int) -> Randomness:
+    def _randomness_of(self, draw_round: int) -> Randomness:
         """The source of a round's draws."""
         if not self._secrets:
             return self._randomness
         # A round keeps the secret under which it was drawn first.
         return Randomness(0, [secret for first, secret in self._secrets if first <= draw_round][-1])
 
-    def of_round(self, server_round: int) -> NoiseSource:
+    def round_source(self, server_round: int) -> NoiseSource:
         """The source of this round's noise; call it once a round, or noise would be drawn twice."""
         generator = self._generator(server_round, 0, 0)
         other_generators = partial(self._generator, server_round)
@@ -77,10 +77,10 @@ class NoiseSources:
 
     def _generator(self, server_round: int, age: int, number: int) -> np.random.Generator:
         draw_round = server_round - age
-        randomness = self._of(draw_round)
+        randomness = self._randomness_of(draw_round)
         # Correlated noise uses the draws of earlier rounds (age > 0) again. Every other address is
-        # used once; `repeated` marks the exception.
-        randomness = randomness.repeated() if age else randomness
+        # used once; `for_replay` marks the exception.
+        randomness = randomness.for_replay() if age else randomness
         return randomness.generator(Purpose.NOISE, level="client", round=draw_round, part=number)
 
     def state(self) -> dict[str, Any] | None:
@@ -94,7 +94,7 @@ class NoiseSources:
         if state is not None:
             self._secrets = [(int(first), str(secret)) for first, secret in state["secrets"]]
 
-    def renew(self, first_round: int) -> None:
+    def renew_secret(self, first_round: int) -> None:
         """Draw the noise of all rounds from ``first_round`` on under a fresh secret."""
         if self._secrets:
             earlier = [pair for pair in self._secrets if pair[0] < first_round]
@@ -167,12 +167,12 @@ class ServerSum:
     summing : Summing
         How rows are bounded, weighted and added up.
     releaser : Releaser
-        Releaser of the round's sum, on its device; there is none before the sum (`sum_on`).
+        Releaser of the round's sum, on its device; there is none before the sum (`sum_on_device`).
     """
 
-    on_workers: ClassVar[bool] = True
+    sums_on_workers: ClassVar[bool] = True
     """Whether a worker may sum the rows of the clients that it trains."""
-    charged_when_asked: ClassVar[bool] = False
+    charged_before_request: ClassVar[bool] = False
     """Whether clients add the noise, so that a release leaves them with their first replies: it is
     then on record before they are asked, and otherwise before the sum gets its noise."""
     settings: AggregationSettings
@@ -199,7 +199,7 @@ class ServerSum:
         self.instructions = replace(
             self.instructions,
             numbers={} if counts is None else {DECLARED_EXAMPLES: counts.astype(int).tolist()},
-            summing=self.summing if self.on_workers else None,
+            summing=self.summing if self.sums_on_workers else None,
         )
         self._sum: PartialSum | None = None
         self._prefetched_noise: NoiseSource | None = None
@@ -210,7 +210,7 @@ class ServerSum:
         return 1.0
 
     @property
-    def lost(self) -> str | None:
+    def why_lost(self) -> str | None:
         """Why the round has no sum (it is charged, and nothing is released); None if it has one."""
         return None
 
@@ -230,7 +230,7 @@ class ServerSum:
         """
         if not isinstance(messages, Replies):
             decoded = self.read(messages)
-        elif not (self.on_workers and messages.sums):
+        elif not (self.sums_on_workers and messages.sums):
             decoded = map(Reply, messages.blocks())
         else:
             total = self.total
@@ -241,21 +241,23 @@ class ServerSum:
                 self._noise_source(), self.releaser.draw_sizes(total)
             )
         for reply in decoded:
-            block = self.tally.take(reply.block)
+            block = self.tally.accept(reply.block)
             if len(block.client_ids):
                 yield replace(reply, block=block)
 
     def _noise_source(self) -> NoiseSource:
-        return self.settings.noise.of_round(self.instructions.round)
+        return self.settings.noise.round_source(self.instructions.round)
 
     def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """Decode messages; they must have parameters, and the numbers that enter the sum."""
-        replies = read(messages, self.instructions, self.tally, needed=self.summing.reported)
+        replies = read_replies(
+            messages, self.instructions, self.tally, needed=self.summing.reported
+        )
         if self.instructions.round != 1 or self.plan.private:
             return replies
-        return self._noting_whole_numbers(replies)
+        return self._warn_of_whole_numbers(replies)
 
-    def _noting_whole_numbers(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+    def _warn_of_whole_numbers(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         """The replies; a line in the log at the first that changes entries which are not averaged.
 
         Flower's strategies average them too.
@@ -282,7 +284,7 @@ class ServerSum:
         """
         block = reply.block
         if block.rows is not None:
-            total = self.sum_on(block.rows.device)
+            total = self.sum_on_device(block.rows.device)
             block = self.without_failed(self.summing.add(block, total))
         assert block.usable is not None
         weights = self.summing.weights(block)
@@ -299,7 +301,7 @@ class ServerSum:
             self.tally.reject(np.array([client]), reason)
         return block.select(block.ok) if block.reasons else block
 
-    def sum_on(self, device: torch.device) -> PartialSum:
+    def sum_on_device(self, device: torch.device) -> PartialSum:
         """Sum of the rows added so far, which the first call creates on this device."""
         if self._sum is None:
             self.releaser = self.settings.releaser(self.summing.layout, device)
@@ -309,7 +311,7 @@ class ServerSum:
     @property
     def total(self) -> PartialSum:
         """Sum of the rows added so far."""
-        return self.sum_on(self.instructions.vector.device)
+        return self.sum_on_device(self.instructions.vector.device)
 
     def release(self) -> Release:
         """The round's one release."""
@@ -328,7 +330,7 @@ class RobustAggregation(ServerSum):
     The rows are summed as well, which checks whether they are usable, and counts them.
     """
 
-    on_workers: ClassVar[bool] = False
+    sums_on_workers: ClassVar[bool] = False
 
     _client_ids: list[int] = field(default_factory=list, init=False)
     _rows: list[Tensor] = field(default_factory=list, init=False)

@@ -29,30 +29,30 @@ from fedsim.federation.aggregation.shares import (
     split,
 )
 from fedsim.federation.arrays import array_record
-from fedsim.federation.replies import Reply, read
+from fedsim.federation.replies import Reply, read_replies
 from fedsim.mechanisms import PartialSum
 from fedsim.privacy.placement import NoiseShares
 from fedsim.rows.block import Block
 from fedsim.rows.exact import RowMasks
 
 # Limit, in standard deviations of the noise, on how far a share may exceed its bound. An honest
-# share exceeds it with probability below 1e-300 in one entry, and e^-FARTHEST = 4e-18 in norm.
-FARTHEST = 40.0
+# share exceeds it with probability below 1e-300 in one entry, and e^-40 = 4e-18 in norm.
+MAX_DEVIATIONS = 40.0
 
 
 class ShareSum(ServerSum):
     """Base of aggregations of shares: requests them, or makes those of clients in this process."""
 
-    on_workers: ClassVar[bool] = False
-    charged_when_asked: ClassVar[bool] = True
+    sums_on_workers: ClassVar[bool] = False
+    charged_before_request: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         release, plan = self.settings.randomness.release or "", self.plan
         assert isinstance(plan.placement, NoiseShares)
-        self.parts = plan.placement.parts(self.summing.asked)
+        self.share_count = plan.placement.share_count(self.summing.asked)
         self.share_request = ShareRequest(
-            plan.bound, plan.noise, plan.denominator, self.parts, release
+            plan.bound, plan.noise, plan.denominator, self.share_count, release
         )
         self._bounding = plan.bound.bounding_state(self.state, self.summing.layout)
         self.instructions = replace(
@@ -88,24 +88,24 @@ class ClientShares(ShareSum):
     @property
     def missing_noise(self) -> float:
         """That of the shares that are missing."""
-        return missing_share(self.parts, self.total.count)
+        return missing_share(self.share_count, self.total.count)
 
     def read(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """Decode messages; they must have a share, and the flag whether its row was finite."""
         share = SHARE_ARRAY, sum(share_sizes(self.total).values())
-        return read(messages, self.instructions, self.tally, needed=(USABLE,), units=share)
+        return read_replies(messages, self.instructions, self.tally, needed=(USABLE,), units=share)
 
     def add(self, reply: Reply) -> Reply:
         """Add the clients' shares; return the reply with ``usable`` set."""
         block = reply.block
         if reply.content is None:  # a block has rows without noise, and exact scalars
-            block = self.without_failed(self.summing.checked(block))
+            block = self.without_failed(self.summing.mark_invalid(block))
             shares = self.shares_of(block)
         else:
             assert block.rows is not None
             shares = Shares(block.rows, torch.from_numpy(block.metrics[USABLE] > 0))
-        total = self.sum_on(shares.units.device)
-        usable = add_shares(total, shares, asked=self.parts)
+        total = self.sum_on_device(shares.units.device)
+        usable = add_shares(total, shares, asked=self.share_count)
         # An unusable share is "malformed", unless its client itself reports a non-finite row: the
         # second line overrides the first.
         self.tally.reject_later(block.client_ids, usable, "malformed")
@@ -118,10 +118,10 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
 
     A share enters with all its vectors and scalars or with none: the server adds missing noise by
     one count of shares, which must be right for all of them. A share is dropped if it is not
-    finite, or if it is implausible for its bound and noise: above C by more than `FARTHEST`
-    standard deviations s in one entry, or in norm by more than ``s (sqrt(d) + sqrt(2 FARTHEST))``,
-    which the norm of d normal draws exceeds with probability at most ``e^-FARTHEST`` (Laurent and
-    Massart 2000, lemma 1).
+    finite, or if it is implausible for its bound and noise: above C by more than `MAX_DEVIATIONS`
+    standard deviations s in one entry, or in norm by more than ``s (sqrt(d) + sqrt(2 t))`` with t
+    the same number, which the norm of d normal draws exceeds with probability at most ``e^-t``
+    (Laurent and Massart 2000, lemma 1).
 
     Parameters
     ----------
@@ -139,8 +139,8 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
         radius = grid.radius / grid.unit
         std = radius * share_multiplier(total.definition.split[name], asked)
         # One unit more, since noise is rounded to the grid. `<=` is False for NaN, as it must be.
-        entry = radius + std * FARTHEST + 1
-        norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + root
+        entry = radius + std * MAX_DEVIATIONS + 1
+        norm = radius + std * (root + math.sqrt(2 * MAX_DEVIATIONS)) + root
         masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry
         masks.usable &= torch.linalg.vector_norm(vectors, dim=1) <= norm
     total.expect(int(masks.usable.sum()))

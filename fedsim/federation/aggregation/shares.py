@@ -93,8 +93,9 @@ class ShareRequest:
     ----------
     bound, noise, denominator
         As in the round's release plan.
-    parts : int
-        Number of shares into which the noise is divided: each has variance ``z^2 C^2 / parts``.
+    share_count : int
+        Number of shares into which the noise is divided: each has variance
+        ``z^2 C^2 / share_count``.
     release : str
         Release digest that keys the shares' noise together with the seed; empty without one.
     """
@@ -102,7 +103,7 @@ class ShareRequest:
     bound: Mechanism
     noise: Noise
     denominator: float
-    parts: int
+    share_count: int
     release: str = ""
 
     @classmethod
@@ -117,15 +118,18 @@ class ShareRequest:
         noise = Independent(
             _number(entries, "share-noise-multiplier"), hardened=bool(entries["share-hardened"])
         )
-        denominator, parts = _number(entries, "share-denominator"), _int(entries, "share-asked")
-        return cls(bound, noise, denominator, parts, str(entries["share-release"]))
+        denominator, share_count = (
+            _number(entries, "share-denominator"),
+            _int(entries, "share-asked"),
+        )
+        return cls(bound, noise, denominator, share_count, str(entries["share-release"]))
 
     def entries(self) -> dict[str, float | int | str]:
         """The config entries from which `read` makes the same request."""
         return {
             "share-noise-multiplier": self.noise.multiplier,
             "share-denominator": self.denominator,
-            "share-asked": self.parts,
+            "share-asked": self.share_count,
             "share-hardened": self.noise.hardened,
             "share-release": self.release,
         }
@@ -174,8 +178,8 @@ def make_shares(
 ) -> Shares:
     """Bound and noise the rows of n clients, on the clients' side.
 
-    Each share is one bounded row plus noise of variance ``z^2 C^2 / parts`` from that client's own
-    source. If the row is not finite, the share is noise alone.
+    Each share is one bounded row plus noise of variance ``z^2 C^2 / share_count`` from that
+    client's own source. If the row is not finite, the share is noise alone.
 
     Parameters
     ----------
@@ -206,7 +210,9 @@ def make_shares(
     weights = torch.ones(n, 1, dtype=torch.float64, device=block.device)
     total.add_owners(DenseRows(block[:, None]), weights, [1] * n, side_scalars=columns, masks=masks)
     _require_bounded(total)
-    units, _ = releaser.add_noise(total, sources, lambda z: share_multiplier(z, request.parts))
+    units, _ = releaser.add_noise(
+        total, sources, lambda z: share_multiplier(z, request.share_count)
+    )
     vectors = torch.cat([units[name] for name in share_sizes(total)], dim=1)
     return Shares(vectors, masks.usable[:, 0])
 

@@ -31,7 +31,7 @@ _log = logging.getLogger("fedsim")
 CLIENT_ID_KEY = "client-id"
 
 
-class OwnGrid(Grid):
+class FedsimGrid(Grid):
     """Base of grids outside Flower, with the method that Flower's older grid interface requires."""
 
     def create_message(
@@ -79,7 +79,7 @@ class ConsecutiveNodes(Mapping[int, int]):
 
 
 @runtime_checkable
-class KnowsClients(Protocol):
+class ClientIdSource(Protocol):
     """A grid that knows the client ids of its nodes without asking them."""
 
     def client_ids(self) -> Mapping[int, int]:
@@ -100,7 +100,7 @@ class ClientDirectory:
         for it.
     roster : mapping of str to int, optional
         Client id of each registered key, by its `key_digest`. If given, nodes are not asked.
-    asks : bool
+    asks_nodes : bool
         Whether nodes are asked for their client ids, which fedsim's app answers. Nodes that are not
         asked, or whose app cannot answer, are numbered in the order of their node ids, and later
         ones get the next numbers.
@@ -112,18 +112,18 @@ class ClientDirectory:
     ignored : Counter of str
         Number of nodes at the last look that are no clients, by reason: ``no key``,
         ``unlisted key``, ``duplicate key``; without a roster ``bad claim``, ``duplicate claim``,
-        and ``late arrival`` where ``numbers_new`` is False.
-    numbers_new : bool
+        and ``late arrival`` where ``assigns_new_ids`` is False.
+    assigns_new_ids : bool
         Whether a node that joins now gets a number, if nodes are numbered. It may be a client that
         had another number before its SuperNode was restarted.
     """
 
     timeout: float = 60.0
     roster: Mapping[str, int] | None = None
-    asks: bool = False
+    asks_nodes: bool = False
     population: int = 2**63
     ignored: Counter[str] = field(default_factory=Counter, init=False)
-    numbers_new: bool = field(default=True, init=False)
+    assigns_new_ids: bool = field(default=True, init=False)
     _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _number_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _pending: dict[str, int] = field(default_factory=dict, init=False, repr=False)
@@ -134,7 +134,7 @@ class ClientDirectory:
 
         Nodes that share one client id are all ignored, since any of them may be an impostor.
         """
-        if isinstance(grid, KnowsClients):
+        if isinstance(grid, ClientIdSource):
             node_of = grid.client_ids()
             self.ignored = Counter(getattr(grid, "ignored", {}))
             return node_of
@@ -143,7 +143,7 @@ class ClientDirectory:
                 (node.node_id, _by_key(node, self.roster)) for node in grid.get_nodes()
             )
         nodes = sorted(grid.get_node_ids())
-        if self.asks:
+        if self.asks_nodes:
             # In later rounds a new node must not delay a round.
             patience = 0.0 if self._has_asked else self.timeout
             self._has_asked = True
@@ -241,7 +241,7 @@ class ClientDirectory:
 
     def _number(self, nodes: Iterable[int]) -> None:
         for node in nodes:
-            number = len(self._number_of) if self.numbers_new else "late arrival"
+            number = len(self._number_of) if self.assigns_new_ids else "late arrival"
             self._number_of.setdefault(node, number)
 
     def _record_claim(self, node: int, reply: Message) -> bool:
@@ -292,4 +292,4 @@ def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
 @check_arguments
 def client_ids(grid: Grid, *, timeout: float = 60.0) -> Mapping[int, int]:
     """Node id of each client id, for the connected nodes, which must run fedsim's client app."""
-    return ClientDirectory(timeout, asks=True).connected_clients(grid)
+    return ClientDirectory(timeout, asks_nodes=True).connected_clients(grid)

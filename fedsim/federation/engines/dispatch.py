@@ -1,9 +1,9 @@
 """Scheduling of one round over workers: which worker trains which clients, retries and timeouts.
 
-Workers are Ray actors or processes of this machine (`Crew`). They answer requests in the order in
-which they are asked, or are lost. Where a strategy takes sums, a worker adds up the rows that it
-trains and sends one sum at the end: until that has arrived its clients are not done, and if the
-worker is lost they are trained again, with the same bytes as result.
+Workers are Ray actors or processes of this machine (`WorkerPool`). They answer requests in the
+order in which they are asked, or are lost. Where a strategy takes sums, a worker adds up the rows
+that it trains and sends one sum at the end: until that has arrived its clients are not done, and if
+the worker is lost they are trained again, with the same bytes as result.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.workers import (
-    Crew,
     Worker,
     WorkerLostError,
+    WorkerPool,
     WorkerReply,
     WorkRequest,
 )
@@ -106,7 +106,7 @@ class _Assignment:
 
 
 class Dispatch:
-    """Trains one round's clients on the workers of a crew, and yields their blocks.
+    """Trains one round's clients on the workers of a pool, and yields their blocks.
 
     Chunks of clients go to the workers that are free, most expensive first. A worker that is lost
     is replaced and its clients are trained again; clients that keep losing their worker fail. So
@@ -118,7 +118,7 @@ class Dispatch:
 
     Parameters
     ----------
-    crew : Crew
+    pool : WorkerPool
     trainer : BlockTrainer
         Stores the clients' states, and their ledger.
     instructions : Instructions
@@ -132,7 +132,7 @@ class Dispatch:
 
     def __init__(
         self,
-        crew: Crew[Any],
+        pool: WorkerPool[Any],
         trainer: BlockTrainer,
         instructions: Instructions,
         timeout: float | None,
@@ -140,7 +140,7 @@ class Dispatch:
         retries: int,
         into: PartialSum | None = None,
     ) -> None:
-        self._crew, self._trainer, self._into = crew, trainer, into
+        self._pool, self._trainer, self._into = pool, trainer, into
         self._timeout, self._retries = timeout, retries
         self._instructions = instructions.for_workers(sum_rows=into is not None)
         vector = self._instructions.vector
@@ -153,7 +153,7 @@ class Dispatch:
         if instructions.message_type == "train":
             self._refused = trainer.charge(ids, instructions.round, begins=True)
             ids = ids[[client not in self._refused for client in ids.tolist()]]
-        chunk_ids = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
+        chunk_ids = chunks(ids, trainer.costs(ids), workers=len(pool.workers), largest=largest)
         self._todo = deque(map(_Chunk, chunk_ids))
 
     def blocks(self) -> Iterator[Block]:
@@ -162,9 +162,9 @@ class Dispatch:
             _log.warning("client %s does not train: %s", client, reason)
             yield Block.failed(np.array([client]), "budget")
         # Drop answers of an earlier round that was not read to its end.
-        self._crew.begin()
-        reference = self._crew.shared(self._instructions)
-        self._assignments = [_Assignment(worker) for worker in self._crew.workers]
+        self._pool.begin()
+        reference = self._pool.shared(self._instructions)
+        self._assignments = [_Assignment(worker) for worker in self._pool.workers]
         while True:
             for client_ids, reason in self._hand_out(reference):
                 yield Block.failed(client_ids, reason)
@@ -187,7 +187,7 @@ class Dispatch:
         refusals: list[tuple[Ints, Reason]] = []
         # Every worker gets a first chunk before any gets a second: at the end of a round, two
         # chunks on one worker would leave another idle.
-        for depth in range(1, self._crew.depth + 1):
+        for depth in range(1, self._pool.depth + 1):
             for assignment in self._assignments:
                 while self._todo and assignment.takes(self._todo[0], depth):
                     chunk = self._todo.popleft()
@@ -241,7 +241,7 @@ class Dispatch:
         working = [assignment.start_time for assignment in busy if assignment.queue]
         if self._timeout is not None and working:
             patience = max(0.0, min(working) + self._timeout - time.monotonic())
-        worker = self._crew.first_done([assignment.worker for assignment in busy], patience)
+        worker = self._pool.first_done([assignment.worker for assignment in busy], patience)
         return next((assignment for assignment in busy if assignment.worker is worker), None)
 
     def _received(self, assignment: _Assignment, answer: WorkerReply) -> Iterator[Block]:
@@ -261,7 +261,7 @@ class Dispatch:
         answered, assignment.done, assignment.summing = assignment.done, [], False
         for _, trained in answered:
             if trained.tensors:
-                self._trainer.keep(trained.tensors, self._instructions.round)
+                self._trainer.store_states(trained.tensors, self._instructions.round)
             yield from trained.blocks
 
     def _after_loss(self, assignment: _Assignment, error: Exception) -> Iterator[Block]:
@@ -309,7 +309,7 @@ class Dispatch:
 
     def _replace(self, assignment: _Assignment) -> None:
         index = self._assignments.index(assignment)
-        self._assignments[index] = _Assignment(self._crew.replaced(assignment.worker))
+        self._assignments[index] = _Assignment(self._pool.replace_worker(assignment.worker))
 
 
 def chunks(

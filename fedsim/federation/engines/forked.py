@@ -32,14 +32,14 @@ import torch
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.workers import (
-    Crew,
     TrainingWorker,
     Worker,
     WorkerLostError,
+    WorkerPool,
     WorkerReply,
     WorkRequest,
     pack,
-    sendable,
+    picklable_error,
     unpack,
 )
 from fedsim.federation.exchange import Instructions
@@ -181,7 +181,7 @@ def _has_ended(pid: int, options: int) -> bool:
         return True
 
 
-class ForkedCrew(Crew[ForkedWorker]):
+class ForkedWorkerPool(WorkerPool[ForkedWorker]):
     """Workers that are forked from this process.
 
     Parameters
@@ -230,7 +230,7 @@ class ForkedCrew(Crew[ForkedWorker]):
         # Their answers would be taken for this round's, and may never come.
         for worker in list(self.workers):
             if worker.pending:
-                self.replaced(worker)
+                self.replace_worker(worker)
 
     def first_done(
         self, busy: Sequence[ForkedWorker], seconds: float | None
@@ -302,7 +302,7 @@ def _serve(
                 worker.begin(rounds.get(request, copied=True))
     except Exception as error:
         # Not caused by a client: the driver raises it when it reads this answer.
-        reply(WorkerReply(error=sendable(error)))
+        reply(WorkerReply(error=picklable_error(error)))
 
 
 def _received(connection: Connection) -> bytes:

@@ -17,11 +17,11 @@ from flwr.clientapp import ClientApp
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.client_app import client_app
-from fedsim.federation.engines.directory import ConsecutiveNodes, OwnGrid
+from fedsim.federation.engines.directory import ConsecutiveNodes, FedsimGrid
 from fedsim.federation.engines.dispatch import RETRIES, Dispatch
-from fedsim.federation.engines.forked import ForkedCrew
+from fedsim.federation.engines.forked import ForkedWorkerPool
 from fedsim.federation.engines.process import keep_freed_memory
-from fedsim.federation.engines.workers import Crew, guarded_blocks
+from fedsim.federation.engines.workers import WorkerPool, guarded_blocks
 from fedsim.federation.exchange import Instructions, Replies
 from fedsim.federation.flower_internals import (
     CLIENT_RAISED,
@@ -48,7 +48,7 @@ _FIRST_NODE_ID = 2
 Handler = Callable[[Message, Context], Message]
 
 
-class LocalGrid(Closed, OwnGrid):
+class LocalGrid(Closed, FedsimGrid):
     """Nodes that live in this process, and run when their replies are requested.
 
     Node ids follow the order of the client ids, and each node has one `Context` for its lifetime.
@@ -128,14 +128,14 @@ class LocalGrid(Closed, OwnGrid):
         self._open: Replies | None = None
         self._workers = workers
         self._retries = retries
-        self._crew: Crew[Any] | None = None
+        self._pool: WorkerPool[Any] | None = None
         ensure_identity(run_id)
 
     def close(self) -> None:
         """End the workers, if there are any."""
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     @property
     def layout(self) -> Layout | None:
@@ -225,7 +225,7 @@ class LocalGrid(Closed, OwnGrid):
                 instructions,
                 partial(self._blocks, trainer, instructions, timeout),
                 # Workers sum the rows where they train them.
-                sums=self._workers > 1 or self._crew is not None,
+                sums=self._workers > 1 or self._pool is not None,
             )
             return self._open
         replies = []
@@ -246,11 +246,11 @@ class LocalGrid(Closed, OwnGrid):
         into: PartialSum | None,
     ) -> Iterator[Block]:
         # Fork at the first round, so that workers have all changes to the trainer until then.
-        if self._workers > 1 and self._crew is None:
-            self._crew = ForkedCrew(trainer, self._workers)
-        if self._crew is not None:
+        if self._workers > 1 and self._pool is None:
+            self._pool = ForkedWorkerPool(trainer, self._workers)
+        if self._pool is not None:
             return Dispatch(
-                self._crew,
+                self._pool,
                 trainer,
                 instructions,
                 timeout,

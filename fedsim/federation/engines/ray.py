@@ -20,10 +20,10 @@ from fedsim.federation.engines.dispatch import RETRIES
 from fedsim.federation.engines.local import LocalGrid, require_trainer
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.workers import (
-    Crew,
     TrainingWorker,
     Worker,
     WorkerLostError,
+    WorkerPool,
     WorkerReply,
     WorkRequest,
     pack,
@@ -88,7 +88,7 @@ class RayGrid(LocalGrid):
         options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
         try:
             count = workers or _default_workers(cpus_per_worker, gpus_per_worker)
-            self._crew = RayCrew(trainer, count, options)
+            self._pool = RayWorkerPool(trainer, count, options)
         except BaseException:
             if self._started_ray:
                 ray.shutdown()
@@ -142,7 +142,7 @@ class RayWorker(Worker):
         self._started = False
 
     def begin(self, reference: Any) -> None:
-        """Send the reference of `RayCrew.shared`; returns once the actor has started."""
+        """Send the reference of `RayWorkerPool.shared`; returns once the actor has started."""
         import ray
 
         if not self._started:
@@ -172,7 +172,7 @@ class RayWorker(Worker):
         ray.kill(self.actor)
 
 
-class RayCrew(Crew[RayWorker]):
+class RayWorkerPool(WorkerPool[RayWorker]):
     """Ray actors, each with a copy of the trainer."""
 
     depth = 2

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, printable
-from fedsim.federation.engines.directory import ClientDirectory, OwnGrid
+from fedsim.federation.engines.directory import ClientDirectory, FedsimGrid
 from fedsim.federation.engines.packed_messages import is_packed, pack_messages, unpack
 from fedsim.federation.flower_internals import (
     HTTPStatusError,
@@ -34,7 +34,7 @@ _MAX_REASON = 300
 _MAX_POLL_SECONDS = 0.5
 
 
-class StreamingGrid(OwnGrid):
+class StreamingGrid(FedsimGrid):
     """A Flower grid whose `send_and_receive` yields each reply when it arrives.
 
     Flower's own grid collects a list and sleeps three seconds between polls; this one polls after
@@ -79,7 +79,7 @@ class StreamingGrid(OwnGrid):
         self._clients = clients
         self._packs = packs
         self.directory = ClientDirectory(
-            timeout=patience, roster=roster, asks=True, population=clients
+            timeout=patience, roster=roster, asks_nodes=True, population=clients
         )
         self._waited = False
         self._logged: set[str] = set()

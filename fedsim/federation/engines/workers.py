@@ -1,10 +1,10 @@
 """Workers: their interface for the process that drives a run, and the code that each of them runs.
 
-An engine has a `Crew` of `Worker` objects: Ray actors, or processes forked from this one. Each runs
-a `TrainingWorker`. Messages between the two are pickled here (`pack`) with large tensors and arrays
-out of band, so that shared memory and Ray's object store hold each of them once. Memory read from
-there may be read-only, and is overwritten by the next answer: the driver copies it, except for
-sums, which it merges at once.
+An engine has a `WorkerPool` of `Worker` objects: Ray actors, or processes forked from this one.
+Each runs a `TrainingWorker`. Messages between the two are pickled here (`pack`) with large tensors
+and arrays out of band, so that shared memory and Ray's object store hold each of them once. Memory
+read from there may be read-only, and is overwritten by the next answer: the driver copies it,
+except for sums, which it merges at once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Worker(ABC):
 
     @abstractmethod
     def begin(self, reference: Any) -> None:
-        """Send the reference of `Crew.shared`; returns once the worker has started."""
+        """Send the reference of `WorkerPool.shared`; returns once the worker has started."""
 
     @abstractmethod
     def ask(self, work: WorkRequest) -> None:
@@ -90,7 +90,7 @@ class Worker(ABC):
 
     @abstractmethod
     def answer(self, *, copied: bool) -> WorkerReply:
-        """The next answer, which must have arrived (`Crew.first_done`).
+        """The next answer, which must have arrived (`WorkerPool.first_done`).
 
         Unless ``copied``, its arrays are valid until the worker is asked again, and must not be
         written to.
@@ -109,7 +109,7 @@ class Worker(ABC):
 WorkerT = TypeVar("WorkerT", bound=Worker)
 
 
-class Crew(ABC, Generic[WorkerT]):
+class WorkerPool(ABC, Generic[WorkerT]):
     """The workers of an engine.
 
     Attributes
@@ -131,7 +131,7 @@ class Crew(ABC, Generic[WorkerT]):
     def new_worker(self) -> WorkerT:
         """Start a worker."""
 
-    def replaced(self, worker: WorkerT) -> WorkerT:
+    def replace_worker(self, worker: WorkerT) -> WorkerT:
         """End a worker, and return a new one in its place."""
         index = self.workers.index(worker)
         # Removed first: a newly forked worker closes the connections of all workers in the list,
@@ -181,7 +181,7 @@ class TrainingWorker:
             summed, self._sum = self._sum, None
             return WorkerReply(tensors={} if summed is None else summed.state())
         except Exception as error:
-            return WorkerReply(error=sendable(error))
+            return WorkerReply(error=picklable_error(error))
 
     def _trained(self, client_ids: Ints, states: ClientStates) -> WorkerReply:
         instructions, summing = self._instructions, self._instructions.summing
@@ -200,7 +200,7 @@ class TrainingWorker:
         return WorkerReply(trained, new_states)
 
 
-def sendable(error: Exception) -> FedsimError:
+def picklable_error(error: Exception) -> FedsimError:
     """The error in a form that can be pickled, as some exceptions cannot."""
     return error if isinstance(error, FedsimError) else FedsimError(repr(error))
 

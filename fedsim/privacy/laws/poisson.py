@@ -188,7 +188,7 @@ def draw_poisson(
         further = np.full_like(numbers, np.inf)
         for owner, step in np.argwhere(short[:, :, 0]).tolist():
             rate, number = samplers[owner].rate, steps[owner][step]
-            generator = draws[owner].repeated().generator(round, number)
+            generator = draws[owner].for_replay().generator(round, number)
             further[owner, step] = generator.geometric(rate, 2 * have)[have:]
         numbers = np.concatenate([numbers, numbers[:, :, -1:] + further.cumsum(axis=2)], axis=2)
     included = numbers <= population

@@ -272,12 +272,12 @@ def own_addresses(config: RunConfig) -> tuple[list[Address], int]:
 def watched() -> Iterator[list[Address]]:
     """Record the addresses of random draws made in this context, without intended repeats."""
     addresses: list[Address] = []
-    before = Randomness.watch
-    Randomness.watch = addresses.append
+    before = Randomness.address_observer
+    Randomness.address_observer = addresses.append
     try:
         yield addresses
     finally:
-        Randomness.watch = before
+        Randomness.address_observer = before
 
 
 _NEIGHBOURS = {

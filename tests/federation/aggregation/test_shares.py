@@ -305,7 +305,7 @@ def test_a_message_without_the_mechanisms_state_is_refused_in_a_sentence():
     ]:
         with pytest.raises(FedsimError, match=f"mechanism-state of the message {told}"):
             make_shares(
-                ShareRequest(mechanism, Independent(1.0), 10.0, parts=10),
+                ShareRequest(mechanism, Independent(1.0), 10.0, share_count=10),
                 torch.ones(1, 4),
                 bounding,
                 layout,

@@ -76,7 +76,7 @@ def test_a_local_grid_answers_without_messages():
 
 def test_a_node_is_asked_once():
     grid = RandomNodes(app_claiming({4: 0, 7: 1, 9: 2}), nodes=[4, 7])
-    directory = ClientDirectory(asks=True)
+    directory = ClientDirectory(asks_nodes=True)
     assert directory.connected_clients(grid) == {0: 4, 1: 7}
     grid.nodes = [7, 9]
     directory.connected_clients(grid)
@@ -86,14 +86,14 @@ def test_a_node_is_asked_once():
 
 def test_of_two_nodes_that_claim_one_id_neither_is_believed():
     grid = RandomNodes(app_claiming({4: 1, 7: 1, 9: 0}), nodes=[4, 7, 9])
-    directory = ClientDirectory(asks=True)
+    directory = ClientDirectory(asks_nodes=True)
     assert directory.connected_clients(grid) == {0: 9}
     assert directory.ignored == {"duplicate claim": 2}
 
 
 def test_a_node_that_comes_back_under_another_node_id_keeps_its_client_id():
     grid = RandomNodes(app_claiming({4: 0, 7: 1, 9: 1}), nodes=[4, 7])
-    directory = ClientDirectory(asks=True)
+    directory = ClientDirectory(asks_nodes=True)
     directory.connected_clients(grid)
     grid.nodes = [4, 9]
     directory.connected_clients(grid)
@@ -102,7 +102,7 @@ def test_a_node_that_comes_back_under_another_node_id_keeps_its_client_id():
 
 @pytest.mark.parametrize("claim", [-3, 0.5, 2**63])
 def test_a_claim_that_is_no_client_id_is_ignored_and_counted(claim):
-    directory = ClientDirectory(asks=True)
+    directory = ClientDirectory(asks_nodes=True)
     assert directory.connected_clients(
         RandomNodes(app_claiming({4: claim, 7: 1}), nodes=[4, 7])
     ) == {1: 7}
@@ -156,7 +156,7 @@ def test_a_key_has_one_digest_however_it_is_written(keys):
 
 def test_apps_without_a_query_handler_are_known_by_sorted_node_id():
     grid = RandomNodes(toy_app(), nodes=[9, 4, 7])
-    directory = ClientDirectory(asks=True)
+    directory = ClientDirectory(asks_nodes=True)
     assert directory.connected_clients(grid) == {0: 4, 1: 7, 2: 9}
     grid.nodes = [9, 4, 7, 3]
     directory.connected_clients(grid)
@@ -174,7 +174,7 @@ def test_apps_of_other_people_are_numbered_and_never_asked():
 
 def test_a_silent_node_costs_one_wait_and_is_left_out():
     grid = RandomNodes(app_claiming({4: 0, 7: 1}), nodes=[4, 7], silent=[7])
-    directory = ClientDirectory(timeout=0.2, asks=True)
+    directory = ClientDirectory(timeout=0.2, asks_nodes=True)
     assert directory.connected_clients(grid) == {0: 4}
     directory.timeout = 1e9  # nobody waits for it again, or this would never end
     assert directory.connected_clients(grid) == {0: 4}
@@ -185,7 +185,7 @@ def test_a_silent_node_costs_one_wait_and_is_left_out():
 
 def test_an_unavailable_node_is_asked_again():
     grid = RandomNodes(app_claiming({4: 0, 7: 1}), nodes=[4, 7], unavailable=[7])
-    directory = ClientDirectory(timeout=0.2, asks=True)
+    directory = ClientDirectory(timeout=0.2, asks_nodes=True)
     assert directory.connected_clients(grid) == {0: 4}
     grid.unavailable.clear()
     directory.connected_clients(grid)
@@ -194,7 +194,7 @@ def test_an_unavailable_node_is_asked_again():
 
 def test_waiting_for_clients_is_bounded():
     grid = RandomNodes(app_claiming({4: 0}), nodes=[4])
-    directory = ClientDirectory(timeout=0.3, asks=True)
+    directory = ClientDirectory(timeout=0.3, asks_nodes=True)
     assert directory.wait(grid, 1) == {0: 4}
     with pytest.raises(
         FedsimError,

@@ -61,9 +61,9 @@ class Killed(LocalGrid):
         return replies
 
     def _kill(self, number):
-        crew = self._crew
+        pool = self._pool
         with suppress(ProcessLookupError, IndexError, AttributeError):
-            os.kill(crew.workers[number].pid, signal.SIGKILL)
+            os.kill(pool.workers[number].pid, signal.SIGKILL)
             self.deaths += 1
 
 

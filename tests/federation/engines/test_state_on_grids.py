@@ -74,7 +74,7 @@ def test_state_that_travels_to_a_worker_and_back_gives_the_same_bytes(expected):
             for block in guarded_blocks(worker, training(vector, number), part):
                 for at, client in enumerate(block.client_ids.tolist()):
                     rows[number, client] = block.rows[at].numpy().tobytes()
-            home.keep(worker.state(part), number)
+            home.store_states(worker.state(part), number)
     assert rows == expected
 
 

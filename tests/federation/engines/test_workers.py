@@ -212,7 +212,7 @@ def test_a_round_that_nobody_finished_leaves_nothing_to_the_next():
 def test_workers_end_with_their_grid():
     grid = LocalGrid(Faulty(), workers=2)
     run(grid, rounds=1)
-    pids = [worker.pid for worker in grid._crew.workers]
+    pids = [worker.pid for worker in grid._pool.workers]
     grid.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -39,7 +39,7 @@ from fedsim.federation.aggregation.secagg.protocol import (
     pair_purpose,
     public_key,
 )
-from fedsim.federation.aggregation.share_sums import FARTHEST, ShareSum
+from fedsim.federation.aggregation.share_sums import MAX_DEVIATIONS, ShareSum
 from fedsim.federation.aggregation.shares import share_multiplier, share_sizes, split
 from fedsim.federation.replies import Reply, error_reason
 from fedsim.mechanisms import PartialSum, Release
@@ -168,7 +168,7 @@ class SecureSum(ShareSum):
         }
         try:
             total = unmasked(masked, gathered, {c: keys[c][0] for c in senders}, context)
-            self._take(sums, total, len(survivors))
+            self._add_words(sums, total, len(survivors))
         except FedsimError as error:
             self._why_lost = f"the sum cannot be unmasked: {str(error).rstrip('.')}"
             return
@@ -226,7 +226,7 @@ class SecureSum(ShareSum):
     # -- the sum ------------------------------------------------------------------------
 
     @property
-    def lost(self) -> str | None:
+    def why_lost(self) -> str | None:
         """Why the round has no sum; None if it has one."""
         if self.in_blocks and self.total.count < self.secure.threshold:
             return self._too_few(self.total.count, "sent their shares")
@@ -247,7 +247,7 @@ class SecureSum(ShareSum):
             if client not in self._survivors
         ]
         for block in (*failed, Block.sent(ids, None, {})):
-            if len((accepted := self.tally.take(block)).client_ids):
+            if len((accepted := self.tally.accept(block)).client_ids):
                 yield Reply(accepted)
 
     def add(self, reply: Reply) -> Reply:
@@ -260,7 +260,7 @@ class SecureSum(ShareSum):
             return replace(reply, block=replace(reply.block, usable=everyone))
         block = self.without_failed(reply.block)
         assert block.rows is not None
-        total = self.sum_on(block.rows.device)
+        total = self.sum_on_device(block.rows.device)
         if len(block.client_ids):
             for name, units in split(total, self.shares_of(block).units).items():
                 total.grids[name].add_(units)
@@ -271,7 +271,7 @@ class SecureSum(ShareSum):
         """The round's one release: the shares contain all of its noise."""
         return self.releaser.release(self.total, self._noise_source(), missing=0.0)
 
-    def _take(self, sums: PartialSum, words: Words, count: int) -> None:
+    def _add_words(self, sums: PartialSum, words: Words, count: int) -> None:
         """Add an unmasked sum of ``count`` shares.
 
         Raises
@@ -284,8 +284,8 @@ class SecureSum(ShareSum):
             grid = sums.grids[name]
             radius, unit = float(grid.radius), float(grid.unit)
             # A mask that was not removed is uniform over 2^64 grid units, beyond any honest sum.
-            std = radius * share_multiplier(sums.definition.split[name], self.parts)
-            limit = radius * count + FARTHEST * std * math.sqrt(count)
+            std = radius * share_multiplier(sums.definition.split[name], self.share_count)
+            limit = radius * count + MAX_DEVIATIONS * std * math.sqrt(count)
             if float(vector.abs().max()) * unit > limit:
                 raise FedsimError("it is larger than so many bounded shares can be.")
             grid.add_(vector[None])
