@@ -99,7 +99,7 @@ def test_the_switch_is_that_of_a_plain_loop(switch: str) -> None:
         }
         mechanism = AdaptiveNoise(1.0, threshold, switch=switch)
         state = {"mean_square": torch.from_numpy(mean_square)}
-        assert bool(mechanism.ready(state)["adaptive"]) == both[switch]
+        assert bool(mechanism.round_state(state)["adaptive"]) == both[switch]
         phases.append((both["mean-square"], both["root"]))
     assert set(phases) == {(True, True), (True, False), (False, True), (False, False)}
 

@@ -245,7 +245,7 @@ def test_fewer_rounds_that_were_planned_cost_what_their_rows_do(noise, expected)
             level="client",
             sampler=Cyclic(10, population=100),
             bound=Gaussian(),
-            noise=noise.scaled(multiplier),
+            noise=noise.with_multiplier(multiplier),
             rounds=100,
         )
 
@@ -280,7 +280,7 @@ def test_bands_within_groups_are_amplified(groups, rate, expected) -> None:
     # The multiplier is that of the fresh draws: in units of C's columns it is to be 1.
     fitted = plan.noise
     assert isinstance(fitted, Banded)
-    plan = replace(plan, noise=fitted.scaled(fitted.column))
+    plan = replace(plan, noise=fitted.with_multiplier(fitted.column_norm))
     assert plan.epsilon(1e-5) == pytest.approx(expected, abs=2e-3)
     assert plan.event().law.rounds == groups if rate < 1 else 1000
 
