@@ -40,7 +40,7 @@ def measured(name: str, weights: int, rounds: int) -> tuple[float, float]:
     noise = find("noise", kind, "noise.name")(1.0, **options)
     cohort = CyclicCohort(ROUNDS, population=1000)
     plan = ReleasePlan(
-        level="client", sampler=cohort, bound=Clipping(1.0), noise=noise, rounds=ROUNDS
+        level="client", sampler=cohort, mechanism=Clipping(1.0), noise=noise, rounds=ROUNDS
     )
     layout = Layout.of({"weight": torch.empty(1, dtype=torch.float32).expand(weights)})
     releaser, sources = Releaser(plan, layout), NoiseSources(Randomness(1), plan.noise)

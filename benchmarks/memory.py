@@ -43,7 +43,7 @@ def peak(name: str, cohort: int) -> float:
         cohort = FixedCohort(size, 10_000)
         ids = cohort.draw(t, draws)
         plan = ReleasePlan(
-            level="client", sampler=cohort, bound=Clipping(1.0), noise=Independent(1.0)
+            level="client", sampler=cohort, mechanism=Clipping(1.0), noise=Independent(1.0)
         )
         releaser = Releaser(plan, trainer.layout)
         total = releaser.start({})

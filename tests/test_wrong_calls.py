@@ -342,7 +342,7 @@ def names() -> dict[str, Any]:
     plan = {
         "level": "client",
         "sampler": cohort,
-        "bound": bounds.Clipping(1.0),
+        "mechanism": bounds.Clipping(1.0),
         "noise": privacy.Independent(1.0),
     }
     target = {"target_epsilon": 5.0, "cohort": cohort, "rounds": 3, "delta": 1e-5}

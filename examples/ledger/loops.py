@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedsim.cohorts import FullCohort, PoissonCohort
-from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
+from fedsim.privacy import DeclaredMechanism, Independent, Ledger, ReleasePlan
 
 
 class Charged:
@@ -34,7 +34,7 @@ class ChargedNode:
         self.plan = ReleasePlan(
             level="client",
             sampler=FullCohort(1, adjacency="replace-one"),
-            bound=DeclaredBound("clipping in a mod", clip_norm),
+            mechanism=DeclaredMechanism("clipping in a mod", clip_norm),
             noise=Independent(multiplier),
         )
         self.std = multiplier * clip_norm
@@ -47,7 +47,7 @@ class ChargedNode:
         ((name, trained),) = reply.content.array_records.items()
         moved = {key: trained[key].numpy() - sent[key].numpy() for key in sent}
         norm = np.sqrt(sum(np.square(move).sum() for move in moved.values()))
-        scale = min(1.0, self.plan.bound.clip_norm / max(norm, 1e-12))
+        scale = min(1.0, self.plan.mechanism.clip_norm / max(norm, 1e-12))
         with self.ledger.release(self.plan, self.ledger.last_round + 1, "client"):
             draws = np.random.default_rng()  # seeded by the system
             noisy = {
@@ -72,7 +72,7 @@ def opacus_loop(path: Path, steps: int, max_epsilon: float) -> nn.Module:
     plan = ReleasePlan(
         level="example",
         sampler=PoissonCohort(rate, population=len(x), adjacency="zero-out"),
-        bound=DeclaredBound("clipping of Opacus", clip_norm=1.0),
+        mechanism=DeclaredMechanism("clipping of Opacus", clip_norm=1.0),
         noise=Independent(z),
         rounds=steps,
     )

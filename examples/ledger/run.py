@@ -12,7 +12,7 @@ from loops import Charged, ChargedNode, opacus_loop
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import BudgetSpentError
-from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
+from fedsim.privacy import DeclaredMechanism, Independent, Ledger, ReleasePlan
 
 CLIENTS, ROUNDS = 20, 10
 
@@ -26,7 +26,7 @@ class Mine(Charged, DifferentialPrivacyServerSideFixedClipping):
         self.plan = ReleasePlan(
             level="client",
             sampler=FullCohort(CLIENTS, adjacency="zero-out"),
-            bound=DeclaredBound("clipping by Flower's strategy", 1.0),
+            mechanism=DeclaredMechanism("clipping by Flower's strategy", 1.0),
             noise=Independent(4.0),
         )
 

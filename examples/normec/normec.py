@@ -28,7 +28,7 @@ class NormEC(SGD):
     requires_client_state = True
 
     def for_run(self, facts: RunFacts):
-        return _Bounded(**vars(self), bound=facts.client_bound(self))
+        return _Bounded(**vars(self), mechanism=facts.client_mechanism(self))
 
     def init(self, theta, numbers):
         state = super().init(theta, numbers)
@@ -37,11 +37,11 @@ class NormEC(SGD):
 
 @dataclass(frozen=True)
 class _Bounded(NormEC):
-    bound: Mechanism | None = None
+    mechanism: Mechanism | None = None
 
     def finish(self, state):
         difference = super().finish(state) - state["start"] - state["memory"]
-        sent = difference if self.bound is None else self.bound.bound(difference)
+        sent = difference if self.mechanism is None else self.mechanism.bound(difference)
         state["memory"] = state["memory"] + self.beta * sent
         return state["start"] + difference
 

@@ -160,7 +160,7 @@ def train(
     randomness, layout = randomness or Randomness(seed), net.layout
     draws = Draws(randomness, level="example", amplified=True)
     plan = ReleasePlan(
-        level="example", sampler=cohort, bound=mechanism, noise=Independent(noise_multiplier)
+        level="example", sampler=cohort, mechanism=mechanism, noise=Independent(noise_multiplier)
     )
     releaser = Releaser(plan, layout)
     state, vector = mechanism.init(layout), net.start(seed)

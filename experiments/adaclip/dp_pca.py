@@ -110,7 +110,7 @@ def _releaser(x: Tensor, noise: Independent) -> Releaser:
     p = x.shape[1]
     layout = Layout.of({"moments": torch.empty(p * (p + 1) // 2, dtype=torch.float64)})
     plan = ReleasePlan(
-        level="example", sampler=FullCohort(len(x)), bound=Clipping(1.0), noise=noise
+        level="example", sampler=FullCohort(len(x)), mechanism=Clipping(1.0), noise=noise
     )
     return Releaser(plan, layout)
 

@@ -66,7 +66,7 @@ def descend(settings: Mapping[str, Any]) -> Result:
     mechanism, z = _mechanism(settings)
     layout = Layout.of({"w": torch.zeros(2, dtype=torch.float64)})
     plan = ReleasePlan(
-        level="example", sampler=FullCohort(1), bound=mechanism, noise=Independent(z)
+        level="example", sampler=FullCohort(1), mechanism=mechanism, noise=Independent(z)
     )
     releaser = Releaser(plan, layout)
     state, randomness = mechanism.init(layout), Randomness(settings["seed"])

@@ -136,8 +136,8 @@ def trainer_for(context: Context) -> Trainer:
 
 def mechanism_for(context: Context) -> Mechanism:
     """The mechanism with which a node bounds its own update, when the server requests that."""
-    bound: Mechanism = mechanism(RunConfig.from_run_config(context.run_config).mechanism)
-    return bound
+    own_mechanism: Mechanism = mechanism(RunConfig.from_run_config(context.run_config).mechanism)
+    return own_mechanism
 
 
 def _trainer(config: RunConfig, client: int, data: str) -> Trainer:

@@ -1,9 +1,9 @@
 """Audit of a config: checks of what its user wrote, and attacks on its releases.
 
-The releases are those of the config's own strategy (`DPFedAvg` with its bound, sampler and noise)
-on a smaller federation of synthetic clients: one target among others. Its runs have few rounds,
-with less noise so that they cost the same epsilon as the config's run: a bug shows in two rounds as
-well as in two hundred.
+The releases are those of the config's own strategy (`DPFedAvg` with its mechanism, sampler and
+noise) on a smaller federation of synthetic clients: one target among others. Its runs have few
+rounds, with less noise so that they cost the same epsilon as the config's run: a bug shows in two
+rounds as well as in two hundred.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class PlanClaim:
 
     @cached_property
     def clip_norm(self) -> float:
-        """The bound's sensitivity in the first round."""
-        bound = self.plan.bound
-        return bound.sensitivity(bound.init(_LAYOUT), _LAYOUT)
+        """The mechanism's sensitivity in the first round."""
+        mechanism = self.plan.mechanism
+        return mechanism.sensitivity(mechanism.init(_LAYOUT), _LAYOUT)
 
     @property
     def noise_multiplier(self) -> float:
@@ -89,10 +89,12 @@ class PlanClaim:
 
     @property
     def shift(self) -> float | None:
-        """Of one bound of constant size and independent noise; None for others."""
-        bound, inclusion = self.plan.bound, self.round_event.law.inclusion(self.population)
+        """Of one mechanism of constant sensitivity and independent noise; None for others."""
+        mechanism, inclusion = self.plan.mechanism, self.round_event.law.inclusion(self.population)
         one_size = (
-            len(bound.segments(_LAYOUT)) == 1 and not bound.side_scalars and not bound.init(_LAYOUT)
+            len(mechanism.segments(_LAYOUT)) == 1
+            and not mechanism.side_scalars
+            and not mechanism.init(_LAYOUT)
         )
         if not one_size or inclusion is None or self.plan.noise.correlated:
             return None

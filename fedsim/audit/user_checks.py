@@ -1,4 +1,4 @@
-"""Checks of what users write: that a bound bounds, a sampler follows its law, noise is what its
+"""Checks of what users write: that a mechanism bounds, a sampler follows its law, noise is what its
 plan says, gradients are of one example each, and every release has its line in the ledger.
 
 Each is made of the config's own objects. fedsim's code around them is tested by its own tests.
@@ -76,14 +76,14 @@ class Scale:
     def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
         """Compute it from the bounds' radii and their maps of a row of zeros and a row of ones."""
         center, radius, step = (np.empty(layout.d) for _ in range(3))
-        # A bound may center and scale rows before it clips them, and undo that afterwards. This
+        # A mechanism may center and scale rows before it clips them, and undo that afterwards. This
         # affine map is known from two points: zeros give the center, ones minus that the scale.
         for segment in mechanism.segments(layout):
             round_state = segment.round_state(state)
             zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
-            at_zero = segment.bound.restore(zeros, round_state)
-            at_one = segment.bound.restore(zeros + 1, round_state)
-            limit = float(segment.bound.radius(round_state, segment.layout.d))
+            at_zero = segment.mechanism.restore(zeros, round_state)
+            at_one = segment.mechanism.restore(zeros + 1, round_state)
+            limit = float(segment.mechanism.radius(round_state, segment.layout.d))
             scatter(torch.from_numpy(center), at_zero, segment.columns)
             scatter(torch.from_numpy(radius), limit * (at_one - at_zero), segment.columns)
             scatter(torch.from_numpy(step), zeros + grid_unit(limit) / limit, segment.columns)
@@ -115,13 +115,13 @@ def checks(resolved: Resolved, seed: int) -> Iterator[SampleChecks]:
     """Samples and checks of a config's objects, at the levels at which it claims privacy."""
     plan, trainer = resolved.plan, resolved.trainer
     if resolved.config.private:
-        yield lambda: (plan.bound, trainer.layout), BOUND
+        yield lambda: (plan.mechanism, trainer.layout), BOUND
         yield lambda: noise_of(plan, seed), NOISE
         yield lambda: (plan.sampler, plan.event(), plan.rounds or 1, seed), DECLARED_LAW
         yield lambda: (plan, seed), LEDGER
     if trainer.privacy is not None:
         privacy = trainer.privacy
-        if not resolved.config.private or privacy.mechanism != plan.bound:
+        if not resolved.config.private or privacy.mechanism != plan.mechanism:
             yield lambda: (privacy.mechanism, trainer.layout), BOUND
         yield lambda: resolved, ROWS
 
@@ -164,7 +164,9 @@ def hostile_rows(mechanism: Mechanism, state: State, layout: Layout) -> Tensor:
 
 def noise_of(plan: ReleasePlan[Any], seed: int) -> NoiseSample:
     """Noise of whole runs in which all clients send zeros, in standard deviations."""
-    plain = replace(plan, bound=Clipping(1.0))  # noise knows no bound: this one adds no state
+    plain = replace(
+        plan, mechanism=Clipping(1.0)
+    )  # noise knows no mechanism: this one adds no state
     rounds = min(plan.rounds or MAX_NOISE_ROUNDS, MAX_NOISE_ROUNDS)
     unit = plan.noise.multiplier / plain.denominator
     runs = []

@@ -66,7 +66,7 @@ def audit(
         str | None, _claim("Which neighbours: add-remove, zero-out or replace-one.")
     ] = None,
 ) -> None:
-    """Test what a config's bound, sampler, noise and rows promise, and attack its claim.
+    """Test what a config's mechanism, sampler, noise and rows promise, and attack its claim.
 
     The tests examine the config's own objects: whether any row adds more than the bound says;
     whether clients are sampled as often as the sampler's law says; whether released noise is white,

@@ -80,7 +80,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
     console.print(
         "The error is the standard deviation of the noise in the sum of all releases up to a round "
         "(root mean square over rounds), which a server that adds up updates has in its model, in "
-        "units of the clip norm. Correlated noise needs a constant bound, such as clipping."
+        "units of the clip norm. Correlated noise needs a constant clip norm, as with clipping."
     )
     if warning := large_delta(config.noise.delta, "client", config.partition.clients):
         console.print(warning)

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Protocol
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms import Mechanism
-from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.mechanisms.scaling import ScalingMechanism
 from fedsim.rows.layout import Layout, Width
 from fedsim.settings import Doc, Ge, Gt, check_settings
 
@@ -57,22 +57,22 @@ class RunFacts:
     ----------
     private_examples : bool
         Whether the gradients of its steps are noised (example-level privacy).
-    bound : Mechanism or None
+    mechanism : Mechanism or None
         Mechanism that bounds clients' updates (client-level privacy); None without it.
     steps : int or None
         Number of local steps of a round; None where it differs between clients.
     """
 
     private_examples: bool = False
-    bound: Mechanism | None = None
+    mechanism: Mechanism | None = None
     steps: int | None = None
 
     @property
     def private(self) -> bool:
         """Whether examples or whole clients are protected."""
-        return self.private_examples or self.bound is not None
+        return self.private_examples or self.mechanism is not None
 
-    def client_bound(self, algorithm: LocalAlgorithm) -> Mechanism | None:
+    def client_mechanism(self, algorithm: LocalAlgorithm) -> Mechanism | None:
         """The mechanism with which a client can bound its update just as the sum does.
 
         Returns
@@ -84,18 +84,18 @@ class RunFacts:
         Raises
         ------
         FedsimError
-            If the bound depends on more than a row's norm, or changes from round to round.
+            If the mechanism depends on more than a row's norm, or changes from round to round.
         """
-        bound = self.bound
+        mechanism = self.mechanism
         one_number = Layout.of({"row": torch.zeros(1)})
-        fixed = isinstance(bound, ScalingBound) and not bound.init(one_number)
-        if bound is None or fixed:
-            return bound
+        fixed = isinstance(mechanism, ScalingMechanism) and not mechanism.init(one_number)
+        if mechanism is None or fixed:
+            return mechanism
         raise FedsimError(
             f"{algorithm.label} (client.name) needs the bounded update that enters the sum, but "
-            f"clients do not know how {type(bound).__name__} (mechanism.name) bounds it; it must "
-            "be 'clipping', 'norm-bound' or 'normalization', alone and in a private run, which "
-            "bound by the norm alone, the same way in every round."
+            f"clients do not know how {type(mechanism).__name__} (mechanism.name) bounds it; it "
+            "must be 'clipping', 'norm-bound' or 'normalization', alone and in a private run, "
+            "which bound by the norm alone, the same way in every round."
         )
 
 

@@ -133,14 +133,14 @@ class PrivateScaffold(Scaffold):
 
     Attributes
     ----------
-    bound : Mechanism or None
-        Bound of the update from which a client computes its variate, as in the sum; None where
-        updates are not bounded (example-level privacy).
+    mechanism : Mechanism or None
+        Mechanism that bounds the update from which a client computes its variate, as in the sum;
+        None where updates are not bounded (example-level privacy).
     steps : int
         K, the number of local steps, the same for every client.
     """
 
-    bound: Mechanism | None = None
+    mechanism: Mechanism | None = None
     steps: int = 1
 
     sends: ClassVar[Mapping[str, Width]] = {}
@@ -167,14 +167,14 @@ class PrivateScaffold(Scaffold):
                 "must be the number of local steps of every client, and client.work empty: the "
                 "server computes the control variate from it."
             )
-        return cls(**vars(scaffold), bound=facts.client_bound(scaffold), steps=facts.steps)
+        return cls(**vars(scaffold), mechanism=facts.client_mechanism(scaffold), steps=facts.steps)
 
     def finish(self, state: State) -> Tensor:
         """The client's parameters; updates its variate from the bounded update, as in the sum."""
         end: Tensor = state["theta"]
         update = end - state["start"]
-        if self.bound is not None:
-            update = self.bound.bound(update)
+        if self.mechanism is not None:
+            update = self.mechanism.bound(update)
         moved, old = state["moved"].unsqueeze(1), state["variate"]
         new = old - state["control"] - update / moved
         state["variate"] = torch.where(moved > 0, new, old)

@@ -20,13 +20,13 @@ from fedsim.privacy.calibration import calibrate
 from fedsim.privacy.laws.cyclic import Cyclic
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.noise.banded import AUTO, MAX_BANDS, Banded
-from fedsim.privacy.plan import Bounded, ReleasePlan, evaluation_sampler
+from fedsim.privacy.plan import MechanismLike, ReleasePlan, evaluation_sampler
 from fedsim.privacy.statement import Statement
 
-BoundOf = TypeVar("BoundOf", bound=Bounded)
+MechanismT = TypeVar("MechanismT", bound=MechanismLike)
 
 
-def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
+def release_plan(config: RunConfig, mechanism: MechanismT) -> ReleasePlan[MechanismT]:
     """The server's release plan, with the config's noise or noise calibrated to its target.
 
     A target epsilon determines, in this order: the number of groups and bands; the noise of private
@@ -34,7 +34,7 @@ def release_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
     both together cost the target.
     """
     config = resolve_bands(config)
-    plan = uncalibrated_plan(config, bound)
+    plan = uncalibrated_plan(config, mechanism)
     if (target := config.noise.target_epsilon) is None:
         return plan
     return plan.calibrated(target, config.noise.delta, others=evaluation_events(config))
@@ -84,12 +84,12 @@ def resolve_bands(config: RunConfig) -> RunConfig:
     return min(candidates, key=itemgetter(0))[1]
 
 
-def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]:
+def uncalibrated_plan(config: RunConfig, mechanism: MechanismT) -> ReleasePlan[MechanismT]:
     """The server's release plan; its noise multiplier is 0 if a target determines it."""
     plan = ReleasePlan(
         level="client",
         sampler=cohort(config),
-        bound=bound,
+        mechanism=mechanism,
         noise=make_noise(config.noise),
         rounds=config.rounds,
         may_stop=config.private and may_stop(config.to_run_config()),
@@ -99,7 +99,9 @@ def uncalibrated_plan(config: RunConfig, bound: BoundOf) -> ReleasePlan[BoundOf]
     return _with_simulated_cohort(plan, config) if config.noise.cohort_size else plan
 
 
-def _with_simulated_cohort(plan: ReleasePlan[BoundOf], config: RunConfig) -> ReleasePlan[BoundOf]:
+def _with_simulated_cohort(
+    plan: ReleasePlan[MechanismT], config: RunConfig
+) -> ReleasePlan[MechanismT]:
     """The plan that simulates the config's larger cohort."""
     noise, other = config.noise, ""
     if not config.private:

@@ -1,4 +1,4 @@
-"""Config tables on privacy: bounds, noise, ledger, evaluation."""
+"""Config tables on privacy: mechanisms, noise, ledger, evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BoundingSection(Choice):
     """How rows are bounded before they are summed, at client or example level."""
 
     name: str = "none"
-    """The bound on updates; 'none' for no privacy."""
+    """The mechanism that bounds updates; 'none' for no privacy."""
     per_layer: bool = False
     """Whether each layer is bounded, summed and noised separately."""
 
@@ -39,7 +39,7 @@ class BoundingSection(Choice):
 
     @property
     def is_robust(self) -> bool:
-        """Whether it is a robust mean, which needs all rows, rather than a bound of single rows."""
+        """Whether it is a robust mean, which needs all rows, rather than one for single rows."""
         if self.name not in registry.names(self.kind):
             return False
         mechanism = registry.find(self.kind, self.name, self.key("name"))

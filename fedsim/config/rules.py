@@ -49,25 +49,25 @@ def check_rules(config: RunConfig) -> None:
 
 
 def _check_clients(c: RunConfig) -> None:
-    """Make clients' work and the bound of their examples."""
-    bound = c.client.mechanism
+    """Make clients' work and the mechanism for their examples."""
+    mechanism = c.client.mechanism
     c.client.make_work()
-    if not bound.has_options(bound.name):
-        check_bounds_rows(bound.make(), "client.mechanism")
-    if bound.name != "none":
+    if not mechanism.has_options(mechanism.name):
+        check_bounds_rows(mechanism.make(), "client.mechanism")
+    if mechanism.name != "none":
         check_private_work(c.client.work or None, c.client.max_grad_norm)
 
 
 def _check_release(c: RunConfig) -> None:
-    """Make the cohort's sampler and the bound."""
+    """Make the cohort's sampler and the mechanism."""
     noise = c.noise
     if not c.cohort.has_options(c.cohort.name):
         c.cohort.make(population=c.partition.clients, rounds=c.rounds)
     if not c.mechanism.has_options(c.mechanism.name):
-        bound = c.mechanism.make()
+        mechanism = c.mechanism.make()
         for key in ("multiplier", "target-epsilon"):
             if amount := getattr(noise, key.replace("-", "_")):
-                refuse_noise(bound, f"noise.{key}", amount)
+                refuse_noise(mechanism, f"noise.{key}", amount)
     check_budget(noise.max_epsilon, private=c.private)
 
 
@@ -103,17 +103,17 @@ def _clients(c: RunConfig) -> Refusals:
 
 def _examples(c: RunConfig) -> Refusals:
     """Clients' protection of their examples."""
-    bound, noise = c.client.mechanism.name, c.client.noise
-    if bound == "none" and (noise.multiplier, noise.target_epsilon) != (None, None):
+    mechanism, noise = c.client.mechanism.name, c.client.noise
+    if mechanism == "none" and (noise.multiplier, noise.target_epsilon) != (None, None):
         yield (
             "client.mechanism.name",
             "set, to 'clipping' for one, while client.noise says how much noise there is",
         )
-    if bound != "none" and (noise.multiplier is None) == (noise.target_epsilon is None):
+    if mechanism != "none" and (noise.multiplier is None) == (noise.target_epsilon is None):
         yield (
             "client.noise.multiplier",
             "set, or client.noise.target-epsilon, and not both, while client.mechanism.name = "
-            f"'{bound}'",
+            f"'{mechanism}'",
         )
 
 
@@ -138,14 +138,14 @@ def _engines(c: RunConfig) -> Refusals:
 
 
 def _bounds(c: RunConfig) -> Refusals:
-    """A bound that gives a guarantee needs noise."""
-    bound, noise = c.mechanism, c.noise
+    """A mechanism that gives a guarantee needs noise."""
+    mechanism, noise = c.mechanism, c.noise
     amounts = (noise.multiplier, noise.target_epsilon)
-    if bound.name != "none" and not bound.is_robust and amounts == (None, None):
+    if mechanism.name != "none" and not mechanism.is_robust and amounts == (None, None):
         yield (
             "noise.multiplier",
             "a number (0.0 for no noise), or noise.target-epsilon set, while mechanism.name = "
-            f"'{bound.name}'",
+            f"'{mechanism.name}'",
         )
 
 

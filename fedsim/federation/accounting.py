@@ -14,14 +14,14 @@ from fedsim.privacy import Budget, Cost, Entry, Event, Ledger
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.entry import History, Kind
 from fedsim.privacy.ledger import LedgerPosition, RunProgress
-from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.privacy.plan import MechanismLike, ReleasePlan
 from fedsim.privacy.statement import epsilon_marks
 from fedsim.randomness import Randomness
 
 
 def keyed_randomness(
     seed: int | Randomness | None,
-    plan: ReleasePlan[Bounded],
+    plan: ReleasePlan[MechanismLike],
     others: Mapping[str, object],
 ) -> Randomness:
     """Randomness of a strategy, keyed by its seed and a digest.
@@ -60,7 +60,7 @@ class Accounting:
         Rounds between two such releases.
     """
 
-    plan: ReleasePlan[Bounded]
+    plan: ReleasePlan[MechanismLike]
     delta: float
     max_epsilon: float | None
     ledger: Ledger

@@ -72,7 +72,7 @@ class ClientTraining:
         ------
         FedsimError
         """
-        weighs = plan.bound.weighting == "num-examples"
+        weighs = plan.mechanism.weighting == "num-examples"
         if self.private_examples and weighs and self.example_counts is None:
             raise FedsimError(
                 "clients.example_counts is None, but clients protect their examples and their "
@@ -84,21 +84,23 @@ class ClientTraining:
 
     def _check_algorithm(self, algorithm: LocalAlgorithm, plan: Plan) -> None:
         """Refuse vectors in a private run, and weights or bounds where means must be plain."""
-        bound = plan.bound
+        mechanism = plan.mechanism
         if plan.private or self.private_examples:
             refuse_vectors(algorithm)
-        # A bound scales the vectors that are sent together with the update. An algorithm that sends
-        # none and needs plain means applies the same bound itself.
+        # A mechanism scales the vectors that are sent together with the update. An algorithm that
+        # sends none and needs plain means applies the same mechanism itself.
         is_harmed = (
-            algorithm.requires_plain_means if bound.guarantee == "none" else bool(algorithm.sends)
+            algorithm.requires_plain_means
+            if mechanism.guarantee == "none"
+            else bool(algorithm.sends)
         )
-        if bound == NoPrivacy("uniform") or not is_harmed:
+        if mechanism == NoPrivacy("uniform") or not is_harmed:
             return
         name = algorithm.label
-        if type(bound) is NoPrivacy:
+        if type(mechanism) is NoPrivacy:
             raise FedsimError(
-                f"mechanism.weighting is '{bound.weighting}', which weighs what clients send, but "
-                f"{name} (client.name) needs its plain mean; it must be 'uniform'."
+                f"mechanism.weighting is '{mechanism.weighting}', which weighs what clients send, "
+                f"but {name} (client.name) needs its plain mean; it must be 'uniform'."
             )
         must = (
             "with mechanism.weighting = 'uniform'"
@@ -106,7 +108,7 @@ class ClientTraining:
             else "unless clients send their update alone (FedNova does with client.reach)"
         )
         raise FedsimError(
-            f"{type(bound).__name__} (mechanism.name) weighs or bounds what clients send, but "
+            f"{type(mechanism).__name__} (mechanism.name) weighs or bounds what clients send, but "
             f"{name} (client.name) needs its plain mean; it must be 'none' {must}."
         )
 
@@ -204,7 +206,7 @@ class PrivateMetrics:
         return ReleasePlan(
             level="client",
             sampler=evaluation_sampler(cohort, fraction),
-            bound=Clipping(joint_norm(self.ranges)),
+            mechanism=Clipping(joint_norm(self.ranges)),
             noise=Independent(self.noise_multiplier, self.hardened),
         )
 

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from fedsim.arguments import check_arguments
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.federation.accounting import Accounting
+from fedsim.federation.accounting import Accounting, keyed_randomness
 from fedsim.federation.aggregation.robust import RobustMean
 from fedsim.federation.aggregation.secagg.server import SecureSum
 from fedsim.federation.aggregation.server_sum import (
@@ -280,7 +280,7 @@ evaluate_metrics_aggr_fn
         ledger_place = "in memory only" if self.ledger.path is None else str(self.ledger.path)
         for line in (
             f"Cohort: {self.plan.sampler}",
-            f"Mechanism: {self.plan.bound}",
+            f"Mechanism: {self.plan.mechanism}",
             f"Noise multiplier: {self.plan.noise.multiplier:g} ({self.randomness.entropy} entropy)",
             f"Ledger: {ledger_place}",
         ):
@@ -341,7 +341,7 @@ def _plan_of_keywords(
     return ReleasePlan(
         level="client",
         sampler=cohort,
-        bound=mechanism,
+        mechanism=mechanism,
         noise=noise,
         rounds=rounds,
         may_stop=bool(may_stop),
@@ -359,8 +359,8 @@ _AGGREGATIONS: dict[type[Placement], Aggregation] = {
 
 def _aggregation_of(plan: Plan) -> Aggregation:
     """The callable that creates the aggregation of each round."""
-    if isinstance(plan.bound, RobustMean):
-        plan.bound.check(plan.sampler.expected_size)
+    if isinstance(plan.mechanism, RobustMean):
+        plan.mechanism.check(plan.sampler.expected_size)
         return RobustAggregation
     return _AGGREGATIONS[type(plan.placement)]
 

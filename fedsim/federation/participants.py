@@ -18,7 +18,7 @@ from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNode
 from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.federation.exchange import Recipients
 from fedsim.privacy.laws import Participation, SamplerState, declared_population
-from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.privacy.plan import MechanismLike, ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.settings import Ge, check_settings
 
@@ -80,7 +80,7 @@ class Participants:
 
     def __init__(
         self,
-        plan: ReleasePlan[Bounded],
+        plan: ReleasePlan[MechanismLike],
         randomness: Randomness,
         min_available: int,
         availability: Availability,

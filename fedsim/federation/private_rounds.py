@@ -236,7 +236,7 @@ class PrivateRounds(ResumableStrategy):
         It is written before anything leaves the place that adds the noise.
         """
         assert self._layout is not None
-        clip_norm = self.plan.bound.sensitivity(self._mechanism_state, self._layout)
+        clip_norm = self.plan.mechanism.sensitivity(self._mechanism_state, self._layout)
         return self._stops(self._accounting.record(server_round, clip_norm))
 
     def _stops(self, reason: str | None) -> bool:
@@ -260,7 +260,7 @@ class PrivateRounds(ResumableStrategy):
             If the mechanism or the budget does not fit the model.
         """
         layout = self.set_layout(tensors(arrays))
-        self.plan.bound.sensitivity(self._mechanism_state, layout)
+        self.plan.mechanism.sensitivity(self._mechanism_state, layout)
         self._accounting.check()
         if (evaluations := self.evaluation.accounting) is not None:
             evaluations.check()
@@ -283,7 +283,7 @@ class PrivateRounds(ResumableStrategy):
         refuse_untrainable(server, private=self.private)
         parameters = [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]
         if self._parameters is None:
-            self._mechanism_state = self.plan.bound.init(layout)
+            self._mechanism_state = self.plan.mechanism.init(layout)
         elif self._parameters != parameters:
             raise FedsimError("state= is of a model with other parameters than these.")
         device = next(iter(server.values())).device
@@ -375,7 +375,7 @@ class PrivateRounds(ResumableStrategy):
             strategy_state.check_noise(state, self.plan, seeded=self.randomness.seed is not None)
             strategy_state.check_plan(self.plan, state)
             self._accounting.check_ledger(state["ledger"])
-            strategy_state.check_shapes(state, self.plan.bound, self.server_optimizer)
+            strategy_state.check_shapes(state, self.plan.mechanism, self.server_optimizer)
             mechanism = {name: value.clone() for name, value in state["mechanism"].items()}
             noise = self._aggregation_settings.noise
             strategy_state.restore_parts({"noise": noise, **self._stateful_parts}, state)

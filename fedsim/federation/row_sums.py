@@ -58,7 +58,10 @@ class Summing:
     def reported(self) -> tuple[str, ...]:
         """Names of the numbers that a client must report for its row to be added."""
         weighs = self.weight_key is not None and self.declared_counts is None
-        return (*self.plan.bound.side_scalar_names, *([self.weight_key or ""] if weighs else []))
+        return (
+            *self.plan.mechanism.side_scalar_names,
+            *([self.weight_key or ""] if weighs else []),
+        )
 
     def add(self, block: Block, total: PartialSum) -> Block:
         """Add a block's rows; return the block without them, and with ``usable`` set.
@@ -113,7 +116,7 @@ class Summing:
 
     def side_scalars(self, block: Block) -> dict[str, Floats]:
         """The scalars that are summed in addition to the rows, by name, ``[n]``."""
-        return {name: _reported(block, name) for name in self.plan.bound.side_scalar_names}
+        return {name: _reported(block, name) for name in self.plan.mechanism.side_scalar_names}
 
     def weights(self, block: Block) -> Floats | None:
         """Weight of each row, ``[n]``; None where all weigh the same."""

@@ -16,7 +16,7 @@ from fedsim.federation.state_tree import Tree
 from fedsim.mechanisms import Mechanism
 from fedsim.mechanisms.base import without_noise
 from fedsim.privacy.noise.correlated import Correlated
-from fedsim.privacy.plan import Bounded, ReleasePlan, is_user_code
+from fedsim.privacy.plan import MechanismLike, ReleasePlan, is_user_code
 from fedsim.rows import Layout
 from fedsim.rows.layout import PREFIX
 from fedsim.server_optimizers import ServerOptimizer
@@ -108,7 +108,7 @@ def _coefficients(plan: ReleasePlan[Any]) -> str | None:
     return plan.noise.coefficients if isinstance(plan.noise, Correlated) else None
 
 
-def check_noise(state: Tree, plan: ReleasePlan[Bounded], *, seeded: bool) -> None:
+def check_noise(state: Tree, plan: ReleasePlan[MechanismLike], *, seeded: bool) -> None:
     """Refuse the state of a run whose noise this plan could not continue.
 
     Raises

@@ -5,11 +5,11 @@ Rows are clients' updates or examples' gradients; a mechanism is the same for bo
     plan = ReleasePlan(
         level="client",
         sampler=PoissonCohort(rate=0.1, population=1000),
-        bound=Clipping(clip_norm=1.0),
+        mechanism=Clipping(clip_norm=1.0),
         noise=Independent(1.1),
     )
     releaser = Releaser(plan, layout)
-    total = releaser.start(plan.bound.init(layout))
+    total = releaser.start(plan.mechanism.init(layout))
     for block in blocks:
         total.add(DenseRows(block))
     released = releaser.release(total, NoiseSource(generator))
@@ -25,7 +25,7 @@ from fedsim.lazy import lazy_names
 if TYPE_CHECKING:
     from fedsim.mechanisms.adaclip import AdaClip
     from fedsim.mechanisms.adaptive_noise import AdaptiveNoise
-    from fedsim.mechanisms.base import Bound, Mechanism, State
+    from fedsim.mechanisms.base import Mechanism, SimpleMechanism, State
     from fedsim.mechanisms.clipping import Clipping, NormBound
     from fedsim.mechanisms.compositions import PerLayer, PrivateScalar
     from fedsim.mechanisms.coordinate_clipping import CoordinateClipping
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from fedsim.mechanisms.partial import PartialSum
     from fedsim.mechanisms.quantile_clipping import QuantileClipping
     from fedsim.mechanisms.releaser import NoiseSource, Release, Releaser
-    from fedsim.mechanisms.scaling import ScalingBound
+    from fedsim.mechanisms.scaling import ScalingMechanism
 
 __all__ = [
     "AdaClip",
     "AdaptiveNoise",
-    "Bound",
     "Clipping",
     "CoordinateClipping",
     "Mechanism",
@@ -53,7 +52,8 @@ __all__ = [
     "QuantileClipping",
     "Release",
     "Releaser",
-    "ScalingBound",
+    "ScalingMechanism",
+    "SimpleMechanism",
     "State",
 ]
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, Released, State
-from fedsim.mechanisms.scaling import ScalingBound, clip_factor
+from fedsim.mechanisms.scaling import ScalingMechanism, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
 from fedsim.settings import Ge, Interval, Le
@@ -16,7 +16,7 @@ from fedsim.settings import Ge, Interval, Le
 
 @register("mechanism", "adaclip")
 @dataclass(frozen=True)
-class AdaClip(ScalingBound):
+class AdaClip(ScalingMechanism):
     """Coordinate-wise adaptive clipping (Pichapati et al. 2019).
 
     Let m and s be estimates of the rows' mean and standard deviation, coordinate by coordinate,

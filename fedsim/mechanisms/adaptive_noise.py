@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, Literal
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import (
     NORM,
-    Bound,
     BoundedRows,
     Guarantee,
     NoiselessSum,
     Released,
+    SimpleMechanism,
     State,
 )
 from fedsim.mechanisms.coordinate_clipping import clamp_
@@ -28,7 +28,7 @@ from fedsim.settings import Ge, Interval, Le
 
 @register("mechanism", "adaptive-noise")
 @dataclass(frozen=True)
-class AdaptiveNoise(Bound):
+class AdaptiveNoise(SimpleMechanism):
     """Bounds and noise per coordinate from a moving average of squares (Xu et al. 2020).
 
     In the first phase, while the variance of E across the coordinates is at most the threshold,

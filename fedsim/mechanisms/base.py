@@ -1,10 +1,10 @@
-"""Interface of mechanisms: segments of a row, each with its bound, and additional scalars.
+"""Interface of mechanisms: segments of a row, each with its own, and additional scalars.
 
-A bound maps each row into an L2 ball of known radius, in coordinates that the bound chooses
+A mechanism maps each row into an L2 ball of known radius, in coordinates that it chooses
 (AdaCliP's are whitened). The bounded rows are summed exactly, isotropic noise of standard
 deviation ``z * radius`` is added to the sum once, and everything after that (division by a
 denominator that does not depend on the data, change of coordinates, new state) is post-processing.
-A composition (`PerLayer`, `PrivateScalar`) only defines which columns have which bound, which
+A composition (`PerLayer`, `PrivateScalar`) only defines which columns have which mechanism, which
 scalars are added, and how ``1/z^2`` is split; `Releaser` does the rest.
 """
 
@@ -44,7 +44,7 @@ def without_noise(state: State) -> dict[str, Tensor]:
 # Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
 BOUND_RANGE = (1e-30, 1e9)
 NORM = Interval(ge=BOUND_RANGE[0], le=BOUND_RANGE[1])
-"""Range of a norm, for the fields of a bound."""
+"""Range of a norm, for the fields of a mechanism."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Segment:
 
     Attributes
     ----------
-    bound : Bound
+    mechanism : SimpleMechanism
     layout : Layout
         Layout of these columns.
     prefix : str
@@ -64,7 +64,7 @@ class Segment:
         Factors of its share of ``1/z^2``, one for each composition that contains it.
     """
 
-    bound: Bound
+    mechanism: SimpleMechanism
     layout: Layout
     prefix: str = ""
     columns: tuple[slice, ...] | None = None
@@ -83,8 +83,8 @@ class Segment:
         }
 
     def round_state(self, state: State) -> State:
-        """`Bound.round_state` of the segment's part of a mechanism's state."""
-        return self.bound.round_state(self.select(state))
+        """`SimpleMechanism.round_state` of the segment's part of a mechanism's state."""
+        return self.mechanism.round_state(self.select(state))
 
     def part_of(self, rows: Rows) -> Rows:
         """The segment's columns of rows."""
@@ -99,7 +99,7 @@ class ScalarRange(NamedTuple):
 
 
 class NoiselessSum(NamedTuple):
-    """A sum without noise on a separate grid, for bounds without a guarantee.
+    """A sum without noise on a separate grid, for mechanisms without a guarantee.
 
     Its terms are weighted like the rows. ``unit``: unit of the grid. ``wide``: whether it is a
     vector of a row's length instead of a number.
@@ -156,23 +156,23 @@ class Mechanism(ABC):
         """Names in `Release.side_scalars` and `Release.info`: what is released with the mean."""
         names: list[str] = []
         for segment in self.segments(layout):
-            bound, state = segment.bound, segment.bound.init(segment.layout)
-            info = bound.info(bound.round_state(state), state, segment.layout.d)
-            names += [*segment.named(bound.scalars), *segment.named(info)]
+            mechanism, state = segment.mechanism, segment.mechanism.init(segment.layout)
+            info = mechanism.info(mechanism.round_state(state), state, segment.layout.d)
+            names += [*segment.named(mechanism.scalars), *segment.named(info)]
         return (*names, *(side.name for side in self.side_scalars if all(side.shares)))
 
     def init(self, layout: Layout) -> State:
         """State before the first round."""
         state: dict[str, Tensor] = {}
         for segment in self.segments(layout):
-            state |= segment.named(segment.bound.init(segment.layout))
+            state |= segment.named(segment.mechanism.init(segment.layout))
         return state
 
     def bounding_state(self, state: State, layout: Layout) -> State:
         """Part of a state needed to bound rows; it is sent to clients that make shares."""
         needed: dict[str, Tensor] = {}
         for segment in self.segments(layout):
-            round_state, needs = segment.round_state(state), segment.bound.bounding_entries
+            round_state, needs = segment.round_state(state), segment.mechanism.bounding_entries
             needed |= segment.named(
                 {k: v for k, v in round_state.items() if needs is None or k in needs}
             )
@@ -194,7 +194,7 @@ class Mechanism(ABC):
         split: dict[str, float] = {}
         for segment in self.segments(layout):
             z = part_multiplier(noise_multiplier, segment.shares)
-            split |= segment.named(segment.bound.split(z, denominator))
+            split |= segment.named(segment.mechanism.split(z, denominator))
         if names := split.keys() & {side.name for side in self.side_scalars}:
             raise FedsimError(
                 f"the scalar '{min(names)}' has the name of a number that {self} releases itself; "
@@ -205,16 +205,18 @@ class Mechanism(ABC):
         }
 
     def sensitivity(self, state: State, layout: Layout) -> float:
-        """C: largest L2 norm of a row's contribution to the sum, in the bounds' coordinates."""
-        radii = (s.bound.radius(s.round_state(state), s.layout.d) for s in self.segments(layout))
+        """C: largest L2 norm of a row's contribution to the sum, in the mechanism's coordinates."""
+        radii = (
+            s.mechanism.radius(s.round_state(state), s.layout.d) for s in self.segments(layout)
+        )
         return math.hypot(*map(float, radii))
 
     @property
     def largest_norm(self) -> float:
         """Largest L2 norm of a bounded row, in any round and for any model.
 
-        Infinite if rows are not bounded, if the bound has a state and so may change from round to
-        round, or if it depends on the model (its size, or its number of layers).
+        Infinite if rows are not bounded, if the mechanism has a state and so may change from round
+        to round, or if it depends on the model (its size, or its number of layers).
         """
         norms = set()
         for layers in (1, 2):
@@ -249,8 +251,8 @@ class Mechanism(ABC):
         for segment in self.segments(layout):
             round_state = segment.round_state(state)
             for chunk, y in Chunks().split(segment.part_of(rows).dense()):
-                bad[chunk] |= bound_and_weight_(segment.bound, y, round_state, 1.0, 1.0)[1]
-                scatter(out[chunk], segment.bound.restore(y, round_state), segment.columns)
+                bad[chunk] |= bound_and_weight_(segment.mechanism, y, round_state, 1.0, 1.0)[1]
+                scatter(out[chunk], segment.mechanism.restore(y, round_state), segment.columns)
         return out.masked_fill_(bad[:, None], 0.0)
 
 
@@ -270,7 +272,7 @@ class BoundedRows(NamedTuple):
     """Result of shaping rows: multiplied by ``factor [..., c]``, they lie within the ball.
 
     The factor is NaN for a non-finite row. ``clipped``: longer than the bound. ``scalars``: the
-    bound's scalars, centred, and terms of its noiseless sums, ``[..., c]`` or, if wide,
+    mechanism's scalars, centred, and terms of its noiseless sums, ``[..., c]`` or, if wide,
     ``[..., c, d]``.
     """
 
@@ -284,7 +286,7 @@ class Released:
     """Released values that the next state is computed from, and the noise of the mean.
 
     For n sums: ``mean [n, d]``, side scalars ``[n]``, multiplier and denominator ``[n, 1]``.
-    ``noiseless_sums``, ``[..., 1]`` or ``[..., d]``, are by name, for bounds that define them.
+    ``noiseless_sums``, ``[..., 1]`` or ``[..., d]``, are by name, for mechanisms that define them.
     """
 
     mean: Tensor
@@ -294,8 +296,8 @@ class Released:
     noiseless_sums: Mapping[str, Tensor]
 
 
-class Bound(Mechanism):
-    """A bound for which one isotropic Gaussian is enough; a mechanism with a single segment.
+class SimpleMechanism(Mechanism):
+    """A mechanism with a single segment, for which one isotropic Gaussian is enough.
 
     A subclass implements:
 
@@ -306,7 +308,7 @@ class Bound(Mechanism):
     - if it releases numbers in addition to the vector, `scalars` and `split`: these, their noise;
     - without a guarantee, `noiseless_sums`, `divisor`, `weights` and `unbounded`: sums without
       noise, the divisor of the mean, the weights of rows, and that norms have no bound;
-    - for speed, `keeps_rows`: whether `bound_` leaves rows unchanged (see also `ScalingBound`);
+    - for speed, `keeps_rows`: whether `bound_` leaves rows unchanged (see also `ScalingMechanism`);
     - for a report, `info`; for clients that make shares, `bounding_entries`.
 
     Tensors are of one sum, or of n owners' sums with a leading ``n`` (``...`` below). Only `info`
@@ -328,11 +330,11 @@ class Bound(Mechanism):
         return {}
 
     def segments(self, layout: Layout) -> tuple[Segment, ...]:
-        """One segment, of this bound."""
+        """One segment, of this mechanism."""
         return (Segment(self, layout),)
 
     def init(self, layout: Layout) -> State:
-        """State before the first round; a bound without state never changes."""
+        """State before the first round; a mechanism without state never changes."""
         return {}
 
     def round_state(self, state: State) -> State:
@@ -341,7 +343,7 @@ class Bound(Mechanism):
 
     @abstractmethod
     def radius(self, round_state: State, d: int) -> Number:
-        """Largest L2 norm of a bounded row, in the bound's coordinates, ``[...]``."""
+        """Largest L2 norm of a bounded row, in the mechanism's coordinates, ``[...]``."""
 
     @abstractmethod
     def bound_(self, y: Tensor, round_state: State) -> BoundedRows:
@@ -373,13 +375,14 @@ class Bound(Mechanism):
 
 
 def bound_and_weight_(
-    bound: Bound, y: Tensor, round_state: State, unit: Number, weights: Number
+    mechanism: SimpleMechanism, y: Tensor, round_state: State, unit: Number, weights: Number
 ) -> tuple[BoundedRows, Tensor]:
     """Replace float64 rows ``y [..., c, d]`` by bounded, weighted rows in units of a grid.
 
-    Returns the result of `Bound.bound_`, and which rows were not finite, bool ``[..., c]``.
+    Returns the result of `SimpleMechanism.bound_`, and which rows were not finite, bool
+    ``[..., c]``.
     """
-    bounded = bound.bound_(y, round_state)
+    bounded = mechanism.bound_(y, round_state)
     factor = bounded.factor / per_row(unit) * weights
     bad = factor.isnan()
     # NaN times zero is NaN: bad rows are wiped. On a GPU always, since asking would wait for it.

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from fedsim.lazy import Tensor
 from fedsim.mechanisms.base import NORM, State
-from fedsim.mechanisms.scaling import ScalingBound, clip_factor
+from fedsim.mechanisms.scaling import ScalingMechanism, clip_factor
 from fedsim.registry import register
 
 
 @register("mechanism", "clipping")
 @dataclass(frozen=True)
-class Clipping(ScalingBound):
+class Clipping(ScalingMechanism):
     """``u * min(1, C / ||u||)`` (Abadi et al. 2016; McMahan et al. 2018).
 
     Guarantee: the sum changes by at most C in L2 norm when a row is added or removed.

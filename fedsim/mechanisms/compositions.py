@@ -1,4 +1,4 @@
-"""Composed mechanisms: a bound for every layer, and a private scalar in addition to the row.
+"""Composed mechanisms: one for every layer, and a private scalar in addition to the row.
 
 Both only describe data for the one releaser: segments and side scalars, each with a share of
 ``1/z^2``.
@@ -30,17 +30,17 @@ Pairs = Sequence[tuple[str, Mechanism]]
 
 @dataclass(frozen=True)
 class PerLayer(Mechanism):
-    """A separate bound, sum and noise for each layer.
+    """A separate mechanism, sum and noise for each layer.
 
     Guarantee: the L parts together are one Gaussian of multiplier z. Part l, bounded by its C_l,
     is released at the multiplier ``z / sqrt(share_l)`` (``z * sqrt(L)`` for equal shares), so that
     ``sum_l share_l / z^2 = 1 / z^2``. (A whole row may then have the norm
-    ``sqrt(sum_l C_l^2)``, where a global bound allows C.)
+    ``sqrt(sum_l C_l^2)``, where one mechanism for all allows C.)
 
     Parameters
     ----------
     parts : Mechanism or sequence of (pattern, Mechanism)
-        One bound, applied to each layer (a module's parameters, weight and bias together); or
+        One mechanism, applied to each layer (a module's parameters, weight and bias together); or
         pairs, where a parameter belongs to the first shell pattern that matches its name.
     shares : sequence of float, optional
         Shares of the budget ``1/z^2``, one for each part, positive, adding up to 1. Default: equal.
@@ -55,12 +55,16 @@ class PerLayer(Mechanism):
                 raise FedsimError(
                     f"parts has {pair!r}; it must be one Mechanism, or pairs (pattern, Mechanism)."
                 )
-        for bound in self._bounds:
-            require_mechanism(bound, "PerLayer")
-            if bound.weighting != "uniform" or bound.side_scalars or isinstance(bound, PerLayer):
+        for mechanism in self._mechanisms:
+            require_mechanism(mechanism, "PerLayer")
+            if (
+                mechanism.weighting != "uniform"
+                or mechanism.side_scalars
+                or isinstance(mechanism, PerLayer)
+            ):
                 raise FedsimError(
-                    f"part {bound!r} cannot bound one layer; put scalars around PerLayer, and no "
-                    "PerLayer inside it."
+                    f"part {mechanism!r} cannot bound one layer; put scalars around PerLayer, and "
+                    "no PerLayer inside it."
                 )
         check_settings(self)
         if self.shares is None:
@@ -72,17 +76,21 @@ class PerLayer(Mechanism):
 
     @property
     def _pairs(self) -> Pairs:
-        """Patterns and bounds; empty if one bound is for every layer."""
+        """Patterns and mechanisms; empty if one is for every layer."""
         return self.parts if isinstance(self.parts, tuple | list) else ()
 
     @property
-    def _bounds(self) -> list[Mechanism]:
-        return [bound for _, bound in self._pairs] or [cast(Mechanism, self.parts)]
+    def _mechanisms(self) -> list[Mechanism]:
+        return [mechanism for _, mechanism in self._pairs] or [cast(Mechanism, self.parts)]
 
     @property
     def guarantee(self) -> Guarantee:
         """``"none"`` if a part has no guarantee."""
-        return "none" if any(bound.guarantee == "none" for bound in self._bounds) else "gaussian"
+        return (
+            "none"
+            if any(mechanism.guarantee == "none" for mechanism in self._mechanisms)
+            else "gaussian"
+        )
 
     def segments(self, layout: Layout) -> tuple[Segment, ...]:
         """One segment for each layer or pattern; segment k has the prefix ``k.``."""
@@ -91,22 +99,22 @@ class PerLayer(Mechanism):
         if len(shares) != len(layers):
             raise FedsimError(f"shares are {len(shares)}; the model has {len(layers)} layers.")
         segments = []
-        for k, ((bound, entries), share) in enumerate(zip(layers, shares, strict=True)):
+        for k, ((mechanism, entries), share) in enumerate(zip(layers, shares, strict=True)):
             layer, columns = layout.subset(entries)
-            (inner,) = bound.segments(layer)  # a part is a single bound
+            (inner,) = mechanism.segments(layer)  # a part has a single segment
             shares_in = (share, *inner.shares)
             segments.append(replace(inner, prefix=f"{k}.", columns=columns, shares=shares_in))
         return tuple(segments)
 
     def _layers(self, layout: Layout) -> list[tuple[Mechanism, list[Parameter]]]:
-        """Bounds, each with the parameters that it bounds together."""
+        """Mechanisms, each with the parameters that it bounds together."""
         # An empty parameter releases nothing, and takes no share of the budget.
         entries = [entry for entry in layout.entries if entry.stop > entry.start]
         if not self._pairs:
             layers: dict[str, list[Parameter]] = {}
             for entry in entries:
                 layers.setdefault(entry.name.rpartition(".")[0], []).append(entry)
-            return [(self._bounds[0], layer) for layer in layers.values()]
+            return [(self._mechanisms[0], layer) for layer in layers.values()]
         matched: list[list[Parameter]] = [[] for _ in self._pairs]
         for entry in entries:
             fits = (fnmatch.fnmatchcase(entry.name, pattern) for pattern, _ in self._pairs)
@@ -120,7 +128,7 @@ class PerLayer(Mechanism):
                     f"pattern '{pattern}' of the parts matches no parameter that patterns before "
                     "it leave."
                 )
-        return list(zip(self._bounds, matched, strict=True))
+        return list(zip(self._mechanisms, matched, strict=True))
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ class PrivateScalar(Mechanism):
     """
 
     mechanism: Mechanism
-    """The bound of the update."""
+    """The mechanism for the update."""
     name: str = "loss"
     """Name of the scalar in `PartialSum.add` and `Release.side_scalars`."""
     high: Annotated[float, NORM] = 1.0

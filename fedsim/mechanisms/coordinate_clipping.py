@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import NORM, Bound, BoundedRows, State
+from fedsim.mechanisms.base import NORM, BoundedRows, SimpleMechanism, State
 from fedsim.registry import register
 
 # Margin for rounding in norms of d coordinates: a bounded row must not exceed its radius.
@@ -33,7 +33,7 @@ def clamp_(y: Tensor, only: Tensor | None = None) -> BoundedRows:
 
 @register("mechanism", "coordinate-clipping")
 @dataclass(frozen=True)
-class CoordinateClipping(Bound):
+class CoordinateClipping(SimpleMechanism):
     """Each coordinate clamped to ``[-clip_value, clip_value]`` (Shokri and Shmatikov 2015).
 
     Guarantee: the sum changes by at most ``C = clip_value * sqrt(d)`` in L2 norm when a row is

@@ -9,7 +9,14 @@ from typing import ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import Bound, BoundedRows, Guarantee, NoiselessSum, State, Weighting
+from fedsim.mechanisms.base import (
+    BoundedRows,
+    Guarantee,
+    NoiselessSum,
+    SimpleMechanism,
+    State,
+    Weighting,
+)
 from fedsim.registry import register
 from fedsim.rows.dense import Weights, row_weights
 from fedsim.rows.exact import MAX_NORM_TOTAL
@@ -24,7 +31,7 @@ WEIGHTED_NORM_UNIT = 2.0**-16
 
 @register("mechanism", "none")
 @dataclass(frozen=True)
-class NoPrivacy(Bound):
+class NoPrivacy(SimpleMechanism):
     """The weighted mean of the rows, as in FedAvg. No guarantee of any kind.
 
     Rows are summed at a resolution of 2^-48 and weights at one of 2^-20, so that the mean has

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, State
-from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.mechanisms.scaling import ScalingMechanism
 from fedsim.registry import register
 from fedsim.settings import Interval
 
 
 @register("mechanism", "normalization")
 @dataclass(frozen=True)
-class Normalization(ScalingBound):
+class Normalization(ScalingMechanism):
     """``C * u / (||u|| + smoothing)``, and 0 for u = 0 (Das et al. 2021).
 
     With ``smoothing > 0`` this is the smooth form of AUTO-S (Bu et al. 2023) and alpha-NormEC.

@@ -24,7 +24,7 @@ from fedsim.mechanisms.base import (
     bound_and_weight_,
     per_row,
 )
-from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.mechanisms.scaling import ScalingMechanism
 from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
 from fedsim.rows.exact import (
     ALL_OWNERS,
@@ -78,7 +78,7 @@ class SumDefinition:
         """Largest number of rows for which a sum is exact."""
         return (
             MAX_UNBOUNDED_ROWS
-            if any(segment.bound.unbounded for segment in self.segments)
+            if any(segment.mechanism.unbounded for segment in self.segments)
             else MAX_ROWS
         )
 
@@ -96,7 +96,7 @@ class PartialSum(GridSums):
     sums merged; factored rows are rounded as one sum per call. ``grids`` are those of each segment,
     with its prefix, and of the side scalars. ``state_before`` is the mechanism's state before the
     round, from which the next one is computed; ``round_states`` are each
-    bound's `Bound.round_state` of it.
+    segment's `SimpleMechanism.round_state` of it.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PartialSum(GridSums):
         masks = RowMasks((count,), device)
         if count:
             checked = [
-                segment.bound.weights(weights, count, device)
+                segment.mechanism.weights(weights, count, device)
                 for segment in self.definition.segments
             ]
             self._add(rows, checked, None, ALL_OWNERS, masks)
@@ -239,26 +239,26 @@ class PartialSum(GridSums):
 
 
 class SegmentSum:
-    """Sums of one segment: its vector, ``sum``, and its bound's scalars and noiseless sums."""
+    """Sums of one segment: its vector, ``sum``, and its mechanism's scalars and noiseless sums."""
 
     def __init__(
         self, segment: Segment, round_state: State, definition: SumDefinition, chunks: Chunks
     ) -> None:
         self.segment, self.round_state, self._chunks = segment, round_state, chunks
-        bound, d, zeros = segment.bound, segment.layout.d, definition.zeros
-        if bound.unbounded:
+        mechanism, d, zeros = segment.mechanism, segment.layout.d, definition.zeros
+        if mechanism.unbounded:
             vector = GridSum.unbounded(zeros, d)
         else:
-            radius = zeros + bound.radius(round_state, d)
+            radius = zeros + mechanism.radius(round_state, d)
             # Noise is on the coarse grid and hides what is finer: no fine sum is needed.
             noisy = any(0 < z < math.inf for z in definition.split.values())
             vector = GridSum.bounded(
                 radius, d, noisy=noisy, exact=definition.exact, double=definition.double
             )
         self.grids = {"sum": vector}
-        for name, scalar in bound.scalars.items():
+        for name, scalar in mechanism.scalars.items():
             self.grids[name] = GridSum.scalar(zeros, scalar.half)
-        for name, noiseless_sum in bound.noiseless_sums.items():
+        for name, noiseless_sum in mechanism.noiseless_sums.items():
             narrow_sum = GridSum(zeros, 1, unit=noiseless_sum.unit)
             self.grids[name] = GridSum.unbounded(zeros, d) if noiseless_sum.wide else narrow_sum
 
@@ -286,7 +286,7 @@ class SegmentSum:
         ):
             round_state, unit = self._round_state_of(chunk_owners)
             weight = weights[index]
-            bounded, bad = bound_and_weight_(self.segment.bound, y, round_state, unit, weight)
+            bounded, bad = bound_and_weight_(self.segment.mechanism, y, round_state, unit, weight)
             vector.add_(y, chunk_owners)
             self._record_rows(bounded, bad, weight, chunk_owners, index, masks)
 
@@ -294,15 +294,15 @@ class SegmentSum:
         self, rows: Rows, weights: Tensor, owners: Owners, masks: RowMasks | None
     ) -> bool:
         """Add factored rows by their norms and one weighted sum; False if they must be dense."""
-        bound, (round_state, unit) = self.segment.bound, self._round_state_of(owners)
-        if not (isinstance(bound, ScalingBound) and bound.only_scales):
+        mechanism, (round_state, unit) = self.segment.mechanism, self._round_state_of(owners)
+        if not (isinstance(mechanism, ScalingMechanism) and mechanism.only_scales):
             return False
-        measured = rows.measure(*bound.whitening(round_state))
+        measured = rows.measure(*mechanism.whitening(round_state))
         if measured is None:
             return False
         # The margin covers the rounding of the formula for norms, and of the sum to the grid.
         longest = measured.norms * (1 + MEASURED_MARGIN)
-        bounded = bound.factors(measured.norms, longest, round_state, self.segment.layout.d)
+        bounded = mechanism.factors(measured.norms, longest, round_state, self.segment.layout.d)
         weight = bounded.factor.nan_to_num(nan=0.0) / per_row(unit) * weights
         self.grids["sum"].add_sum_(measured.sum(weight), owners)
         self._record_rows(bounded, bounded.factor.isnan(), weights, owners, ALL_OWNERS, masks)
@@ -331,20 +331,20 @@ class SegmentSum:
 
     def _factors(self, rows: Tensor) -> BoundedRows | None:
         """Factors of unchanged rows ``[c, d]``; None if a row needs more than a factor."""
-        bound, round_state = self.segment.bound, self.round_state
-        if bound.keeps_rows:
-            return bound.bound_(rows, round_state)
-        if not (isinstance(bound, ScalingBound) and bound.only_scales):
+        mechanism, round_state = self.segment.mechanism, self.round_state
+        if mechanism.keeps_rows:
+            return mechanism.bound_(rows, round_state)
+        if not (isinstance(mechanism, ScalingMechanism) and mechanism.only_scales):
             return None
-        if any(vector is not None for vector in bound.whitening(round_state)):
+        if any(vector is not None for vector in mechanism.whitening(round_state)):
             return None
         norms, d = norms_of(rows), rows.shape[1]
         if not in_safe_range(norms):  # extreme rows are rescaled first
             return None
-        return bound.factors(norms, round_up(norms, d), round_state, d)
+        return mechanism.factors(norms, round_up(norms, d), round_state, d)
 
     def _round_state_of(self, owners: Owners) -> tuple[State, Tensor]:
-        """`Bound.round_state` and the units of the sums, for these owners."""
+        """`SimpleMechanism.round_state` and the units of the sums, for these owners."""
         unit = self.grids["sum"].unit
         if owners is ALL_OWNERS:
             return self.round_state, unit
@@ -359,19 +359,19 @@ class SegmentSum:
         index: slice | tuple[slice, slice],
         masks: RowMasks | None,
     ) -> None:
-        """Add the bound's scalars and noiseless sums of rows, and fill in their masks."""
+        """Add the mechanism's scalars and noiseless sums of rows, and fill in their masks."""
         if masks is not None:
             masks.rejected[index].logical_or_(bad)
             masks.clipped[index].logical_or_(bounded.clipped)
-        bound = self.segment.bound
-        if not (bound.scalars or bound.noiseless_sums):
+        mechanism = self.segment.mechanism
+        if not (mechanism.scalars or mechanism.noiseless_sums):
             return
         # Scalars are centred, so that padding and rejected rows must add 0 explicitly.
         present = ~bad & (weights > 0)
-        for name, scalar in bound.scalars.items():
+        for name, scalar in mechanism.scalars.items():
             values = torch.where(present, bounded.scalars[name], 0.0) / grid_unit(scalar.half)
             self.grids[name].add_(values[..., None], owners)
-        for name, noiseless_sum in bound.noiseless_sums.items():
+        for name, noiseless_sum in mechanism.noiseless_sums.items():
             values = (
                 bounded.scalars[name] if noiseless_sum.wide else bounded.scalars[name][..., None]
             )

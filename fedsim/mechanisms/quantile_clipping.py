@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import BOUND_RANGE, NORM, Released, ScalarRange, State, per_row
-from fedsim.mechanisms.scaling import ScalingBound, clip_factor
+from fedsim.mechanisms.scaling import ScalingMechanism, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
 from fedsim.settings import Ge, Interval, Le
@@ -20,7 +20,7 @@ BIT = "unclipped"
 
 @register("mechanism", "quantile-clipping")
 @dataclass(frozen=True)
-class QuantileClipping(ScalingBound):
+class QuantileClipping(ScalingMechanism):
     """Clipping whose C follows a quantile of the norms (Andrew et al. 2021).
 
     Each row gives a bit: whether its norm is at most this round's C. The noisy share ``b`` of such

@@ -1,4 +1,4 @@
-"""The one releaser: noisy sums of n owners, for any rows, bounds and noise.
+"""The one releaser: noisy sums of n owners, for any rows, mechanisms and noise.
 
 A server releases one sum, at example level each client releases one, and a client's share is the
 noisy sum of its single row. A mechanism's parts are data here: `Segment` and `SideScalar`.
@@ -69,7 +69,7 @@ class NoisySum(Protocol):
     """What defines one noisy sum; a release plan, or a server's request for shares, has it."""
 
     @property
-    def bound(self) -> Mechanism:
+    def mechanism(self) -> Mechanism:
         """Mechanism that bounds a row's contribution to the sum."""
 
     @property
@@ -92,8 +92,8 @@ class Releaser:
     Parameters
     ----------
     plan : NoisySum, or a sequence of n
-        Such as a `ReleasePlan`. With a sequence there are n sums, all with the first one's bound
-        and noise, and every tensor of state, sums and releases has a leading ``n``.
+        Such as a `ReleasePlan`. With a sequence there are n sums, all with the first one's
+        mechanism and noise, and every tensor of state, sums and releases has a leading ``n``.
     layout : Layout
         Layout of a row.
     device : torch.device or str
@@ -119,14 +119,14 @@ class Releaser:
     ) -> None:
         self._is_single = not isinstance(plan, Sequence)
         plans = plan if isinstance(plan, Sequence) else [plan]
-        mechanism, noise = plans[0].bound, plans[0].noise
+        mechanism, noise = plans[0].mechanism, plans[0].noise
         numbers = [plan.denominator for plan in plans]
         for r in set(numbers):
             if not r > 0:
                 raise FedsimError(f"denominator is {r}; it must be above 0.")
         if noise.correlated and mechanism.init(layout):
             raise FedsimError(
-                "noise is correlated over rounds (noise.name), and the bound "
+                "noise is correlated over rounds (noise.name), and the mechanism "
                 f"{type(mechanism).__name__} (mechanism.name) changes between rounds; use a "
                 "constant one (clipping)."
             )
@@ -200,15 +200,15 @@ class Releaser:
         info: dict[str, float] = {}
         means, side_scalars = [], self._noisy_scalar_means(total, units)
         for summed in total.segments:
-            segment, bound = summed.segment, summed.segment.bound
+            segment, mechanism = summed.segment, summed.segment.mechanism
             released = self._average_segment(
                 summed, units, side_scalars, total.definition.active_owners
             )
-            new = bound.next(segment.select(total.state_before), summed.round_state, released)
+            new = mechanism.next(segment.select(total.state_before), summed.round_state, released)
             means.append(released.mean)
             state |= segment.named(new)
             if self._is_single:
-                info |= segment.named(bound.info(summed.round_state, new, segment.layout.d))
+                info |= segment.named(mechanism.info(summed.round_state, new, segment.layout.d))
         return Release(total.join_segments(means), state, side_scalars, info)
 
     def _noisy_scalar_means(
@@ -218,7 +218,7 @@ class Releaser:
         r = self._denominators[total.definition.active_owners]
         scalars: dict[str, ScalarRange] = {}
         for segment in self._definition.segments:
-            scalars |= segment.named(segment.bound.scalars)
+            scalars |= segment.named(segment.mechanism.scalars)
         scalars |= {side.name: side.value_range for side in self._definition.side_scalars}
         means = {
             name: scalar.center + units[name][..., 0] * total.grids[name].unit / r
@@ -234,15 +234,15 @@ class Releaser:
         side_scalars: Mapping[str, Number],
         active_owners: slice | EllipsisType,
     ) -> Released:
-        """A segment's mean in the parameters' coordinates, and other inputs of `Bound.next`."""
-        segment, bound, grids = summed.segment, summed.segment.bound, summed.grids
+        """A segment's mean in the parameters' coordinates, and what else enters the next state."""
+        segment, mechanism, grids = summed.segment, summed.segment.mechanism, summed.grids
         units, r = segment.select(units), self._denominators[active_owners][..., None]
         noiseless_sums = {
-            name: units[name] * grids[name].unit[..., None] for name in bound.noiseless_sums
+            name: units[name] * grids[name].unit[..., None] for name in mechanism.noiseless_sums
         }
         # The unit is a power of two, so that folding it into the divisor changes no rounding.
-        divisor = bound.divisor(noiseless_sums, r) / grids["sum"].unit[..., None]
-        mean = bound.restore(units["sum"].div_(divisor), summed.round_state)
+        divisor = mechanism.divisor(noiseless_sums, r) / grids["sum"].unit[..., None]
+        mean = mechanism.restore(units["sum"].div_(divisor), summed.round_state)
         z = self._multipliers[segment.prefix + "sum"][active_owners][..., None]
         return Released(mean, segment.select(side_scalars), z, r, noiseless_sums)
 

@@ -1,4 +1,4 @@
-"""Base of bounds that multiply each row by a number."""
+"""Base of mechanisms that multiply each row by a number."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 from fedsim.lazy import Tensor, torch
-from fedsim.mechanisms.base import Bound, BoundedRows, State, per_row
+from fedsim.mechanisms.base import BoundedRows, SimpleMechanism, State, per_row
 from fedsim.rows.norms import norms_, round_up, whiten_
 
 
-class ScalingBound(Bound):
-    """A bound that multiplies each row by the factor from `scales`, and does nothing else.
+class ScalingMechanism(SimpleMechanism):
+    """A mechanism that multiplies each row by the factor from `scales`, and does nothing else.
 
     Factored rows are therefore measured and summed by their factors, and dense rows are added
     without a copy.
@@ -20,7 +20,7 @@ class ScalingBound(Bound):
     @property
     def only_scales(self) -> bool:
         """Whether `factors` is all that happens to rows; not if a subclass has its own `bound_`."""
-        return type(self).bound_ is ScalingBound.bound_
+        return type(self).bound_ is ScalingMechanism.bound_
 
     @abstractmethod
     def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:
@@ -31,7 +31,7 @@ class ScalingBound(Bound):
         norms : Tensor ``[..., rows]``
             NaN (a non-finite row) gives NaN, and the row contributes zero.
         round_state : State
-            `Bound.round_state`, for adaptive bounds.
+            `SimpleMechanism.round_state`, for adaptive mechanisms.
         unit : Tensor or float
             Norms are in these units, and the factor is for rows in these units: extreme rows
             have been rescaled (`fedsim.rows.norms.norms_`).
@@ -67,7 +67,7 @@ class ScalingBound(Bound):
         return BoundedRows(factor, clipped, self.row_scalars(clipped))
 
     def row_scalars(self, clipped: Tensor) -> Mapping[str, Tensor]:
-        """The bound's scalars of rows; ``clipped``, bool ``[..., rows]``: longer than the bound."""
+        """Scalars of rows; ``clipped``, bool ``[..., rows]``: longer than the bound."""
         return {}
 
 

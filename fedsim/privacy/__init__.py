@@ -30,7 +30,7 @@ from fedsim.privacy.groups import group_epsilon
 from fedsim.privacy.laws import Adjacency, Law, Level
 from fedsim.privacy.ledger import Budget, Ledger
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import DeclaredBound, ReleasePlan
+from fedsim.privacy.plan import DeclaredMechanism, ReleasePlan
 from fedsim.privacy.selection import selection_epsilon
 from fedsim.privacy.statement import Statement, statements_to_show
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
@@ -41,7 +41,7 @@ __all__ = [
     "Answer",
     "Budget",
     "Cost",
-    "DeclaredBound",
+    "DeclaredMechanism",
     "Entropy",
     "Entry",
     "Event",

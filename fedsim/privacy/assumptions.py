@@ -38,8 +38,8 @@ DECLARED_SENTENCES = {
         "law says."
     ),
     "bound": (
-        "Declared by the user: that the bound, which is not fedsim's own, makes no row longer than "
-        "it says, and splits the noise into no less than is charged for."
+        "Declared by the user: that the mechanism, which is not fedsim's own, makes no row longer "
+        "than it says, and splits the noise into no less than is charged for."
     ),
 }
 """Sentence for each part of a plan (a public fact of an entry) that the user declares."""

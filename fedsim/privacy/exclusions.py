@@ -24,18 +24,18 @@ def check_budget(max_epsilon: float | None, *, private: bool) -> None:
         )
 
 
-def check_bounds_rows(bound: object, user: str) -> None:
-    """Refuse a robust mean where ``user`` needs a bound of single rows.
+def check_bounds_rows(mechanism: object, user: str) -> None:
+    """Refuse a robust mean where ``user`` needs a mechanism for single rows.
 
     Raises
     ------
     FedsimError
     """
-    if getattr(bound, "protects_nobody", False):
+    if getattr(mechanism, "protects_nobody", False):
         raise FedsimError(
-            f"{user} is given {bound!r}, which is no bound of single rows. A robust mean takes a "
-            "round's rows whole: mechanism.per-layer and mechanism.private-scalar must be unset "
-            "with it, and client.mechanism.name another."
+            f"{user} is given {mechanism!r}, which does not bound single rows. A robust mean "
+            "takes a round's rows whole: mechanism.per-layer and mechanism.private-scalar must be "
+            "unset with it, and client.mechanism.name another."
         )
 
 

@@ -58,7 +58,7 @@ from fedsim.settings import check_settings
 if TYPE_CHECKING:
     from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent
 
-    from fedsim.privacy.plan import Bounded, ReleasePlan
+    from fedsim.privacy.plan import MechanismLike, ReleasePlan
 
 LedgerKind = Literal["log", "evidence"]
 """Kind of a ledger."""
@@ -688,7 +688,7 @@ class Ledger:
             )
 
     @contextmanager
-    def release(self, plan: ReleasePlan[Bounded], round: int) -> Iterator[Entry]:
+    def release(self, plan: ReleasePlan[MechanismLike], round: int) -> Iterator[Entry]:
         """Record a round of a training loop that is not fedsim's, before its release.
 
         Sampling and noise are declared by the user. A round that is repeated after an

@@ -55,7 +55,7 @@ class Placement:
         """What enters a strategy's digest (`ReleasePlan.settings`)."""
         return {"placement": self.name}
 
-    def check_noise(self, bound: object, noise: Noise) -> None:
+    def check_noise(self, mechanism: object, noise: Noise) -> None:
         """Refuse noise that cannot be added in this place.
 
         Raises
@@ -109,7 +109,7 @@ class NoiseShares(Placement):
         """Number of shares into which the noise is divided, of ``asked`` clients."""
         return asked
 
-    def check_noise(self, bound: object, noise: Noise) -> None:
+    def check_noise(self, mechanism: object, noise: Noise) -> None:
         """Refuse that clients add noise if there is none, or if it cannot be divided into shares.
 
         Raises
@@ -117,9 +117,9 @@ class NoiseShares(Placement):
         FedsimError
         """
         must = "placement = 'client' (noise.placement); it must be 'server' with"
-        if getattr(bound, "guarantee", "none") == "none":
+        if getattr(mechanism, "guarantee", "none") == "none":
             raise FedsimError(
-                f"{must} {type(bound).__name__}, which has no noise that clients could share."
+                f"{must} {type(mechanism).__name__}, which has no noise that clients could share."
             )
         if noise.correlated or not noise.divisible:
             raise FedsimError(

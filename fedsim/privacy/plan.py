@@ -1,4 +1,4 @@
-"""The release plan: sampler, bound, noise and number of releases, in one value.
+"""The release plan: sampler, mechanism, noise and number of releases, in one value.
 
 Rates, numbers of steps, denominators and events are computed here, at both levels, and
 nowhere else.
@@ -52,8 +52,8 @@ def evaluation_sampler(sampler: Sampler, rate: float) -> Sampler:
     return FixedSize(max(1, round(rate * population)), population)
 
 
-class Bounded(Protocol):
-    """What a plan needs of a bound: whether noise in units of its C gives a guarantee."""
+class MechanismLike(Protocol):
+    """What a plan needs of a mechanism: whether noise in units of its C gives a guarantee."""
 
     @property
     def guarantee(self) -> Literal["gaussian", "none"]:
@@ -61,13 +61,13 @@ class Bounded(Protocol):
 
 
 @dataclass(frozen=True)
-class DeclaredBound:
-    """A bound outside of fedsim, such as a Flower strategy's: the user declares that it holds.
+class DeclaredMechanism:
+    """A mechanism outside of fedsim, such as a Flower strategy's: the user declares that it holds.
 
     Attributes
     ----------
     words : str
-        Description of the bound, for the ledger.
+        Description of the mechanism, for the ledger.
     clip_norm : float
         C, the largest norm of a row.
     """
@@ -77,19 +77,19 @@ class DeclaredBound:
     guarantee: ClassVar[Literal["gaussian", "none"]] = "gaussian"
 
     def __post_init__(self) -> None:
-        check_settings(self, "bound.")
+        check_settings(self, "mechanism.")
 
     def __str__(self) -> str:
         return self.words
 
 
-def refuse_noise(bound: Bounded, key: str, amount: float) -> None:
-    """Refuse noise, or a target for it, if it would protect nobody with this bound.
+def refuse_noise(mechanism: MechanismLike, key: str, amount: float) -> None:
+    """Refuse noise, or a target for it, if it would protect nobody with this mechanism.
 
     Parameters
     ----------
-    bound : Bounded
-        If it, or a bound inside it, has the attribute ``no_noise``, that is the reason.
+    mechanism : MechanismLike
+        If it, or a mechanism inside it, has the attribute ``no_noise``, that is the reason.
     key : str
         The setting that asks for noise: ``noise.multiplier``, ``client.noise.target-epsilon``.
     amount : float
@@ -98,32 +98,32 @@ def refuse_noise(bound: Bounded, key: str, amount: float) -> None:
     ------
     FedsimError
     """
-    name = f"{type(bound).__name__} ({key.rpartition('noise.')[0]}mechanism.name)"
-    if reason := _no_noise(bound):
+    name = f"{type(mechanism).__name__} ({key.rpartition('noise.')[0]}mechanism.name)"
+    if reason := _no_noise(mechanism):
         raise FedsimError(f"{key} is {amount}; it must be unset with {name}: {reason}.")
-    if key.endswith("target-epsilon") and bound.guarantee == "none":
+    if key.endswith("target-epsilon") and mechanism.guarantee == "none":
         raise FedsimError(
             f"{key} is {amount}; it must be unset with {name}, which gives no guarantee with any "
             "noise."
         )
 
 
-def _no_noise(bound: object) -> str:
-    inner = (reason for part in _bounds_in(bound) if (reason := _no_noise(part)))
-    return str(getattr(bound, "no_noise", "")) or next(inner, "")
+def _no_noise(mechanism: object) -> str:
+    inner = (reason for part in _mechanisms_in(mechanism) if (reason := _no_noise(part)))
+    return str(getattr(mechanism, "no_noise", "")) or next(inner, "")
 
 
-BoundT = TypeVar("BoundT", bound=Bounded, covariant=True)
+MechanismT = TypeVar("MechanismT", bound=MechanismLike, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleasePlan(Generic[BoundT]):
-    """Sampler, bound and noise in one value: what is released, and at what privacy cost.
+class ReleasePlan(Generic[MechanismT]):
+    """Sampler, mechanism and noise in one value: what is released, and at what privacy cost.
 
     It is made once, from a config or a strategy's keywords, and passed whole to the strategy, the
     releaser, the workers that sum blocks, and the ledger.
 
-    Guarantee: that of `event`, if rows are sampled by ``sampler``, bounded by ``bound``, summed
+    Guarantee: that of `event`, if rows are sampled by ``sampler``, bounded by ``mechanism``, summed
     with ``noise`` and divided by `denominator`, and nothing else that depends on them is released.
 
     The law decides how rounds are charged: each round separately; several consecutive rounds, of
@@ -140,7 +140,7 @@ class ReleasePlan(Generic[BoundT]):
         examples is public.
     sampler : Sampler
         Sampler of a round's clients, or of a step's examples.
-    bound : Bounded
+    mechanism : MechanismLike
     noise : Noise
     rounds : int, optional
         Number of rounds of the plan.
@@ -165,7 +165,7 @@ class ReleasePlan(Generic[BoundT]):
 
     level: Level
     sampler: Sampler
-    bound: BoundT
+    mechanism: MechanismT
     noise: Noise
     rounds: Annotated[int | None, Ge(1)] = None
     releases: Annotated[int, Ge(1)] = 1
@@ -182,9 +182,9 @@ class ReleasePlan(Generic[BoundT]):
                     f"{type(part).__name__} is no {base.__name__.lower()}; it must be derived "
                     f"from {base.__module__}.{base.__name__}."
                 )
-        if getattr(self.bound, "guarantee", None) not in ("gaussian", "none"):
+        if getattr(self.mechanism, "guarantee", None) not in ("gaussian", "none"):
             raise FedsimError(
-                f"bound is {shown(self.bound)}; it must be a mechanism of fedsim.mechanisms, or "
+                f"mechanism is {shown(self.mechanism)}; it must be one of fedsim.mechanisms, or "
                 "have the attribute guarantee, 'gaussian' or 'none'."
             )
         check_settings(self)
@@ -195,8 +195,8 @@ class ReleasePlan(Generic[BoundT]):
             )
         check_level(self.level, self.sampler.adjacency, allowed=("zero-out",))
         if self.noise.multiplier:
-            refuse_noise(self.bound, f"{self._noise_table}.multiplier", self.noise.multiplier)
-        self.placement.check_noise(self.bound, self.noise)
+            refuse_noise(self.mechanism, f"{self._noise_table}.multiplier", self.noise.multiplier)
+        self.placement.check_noise(self.mechanism, self.noise)
         self.placement.check_cohort(self.sampler, known=self.cohort_known)
         if self.noise.correlated:
             object.__setattr__(self, "noise", self._fitted_noise())
@@ -229,7 +229,7 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def private(self) -> bool:
         """Whether the plan has a finite epsilon."""
-        return self.bound.guarantee == "gaussian" and self.noise.multiplier > 0
+        return self.mechanism.guarantee == "gaussian" and self.noise.multiplier > 0
 
     @property
     def amplified(self) -> bool:
@@ -250,7 +250,7 @@ class ReleasePlan(Generic[BoundT]):
             sampler_law = unamplified(sampler_law)
         return self.noise.law(sampler_law)
 
-    def simulating(self, size: int, population: int) -> ReleasePlan[BoundT]:
+    def simulating(self, size: int, population: int) -> ReleasePlan[MechanismT]:
         """The plan of a run that simulates the noise of a larger cohort, and protects nobody.
 
         The sum over m sampled clients gets m / M of the noise that the sum over M = ``size``
@@ -282,7 +282,7 @@ class ReleasePlan(Generic[BoundT]):
         event = Event(law=law.with_sample_size(size, population), noise_multiplier=0.0)
         return replace(self, simulated=event)._with_multiplier(self.noise.multiplier)
 
-    def _with_multiplier(self, z: float) -> ReleasePlan[BoundT]:
+    def _with_multiplier(self, z: float) -> ReleasePlan[MechanismT]:
         """The plan at another noise multiplier, of the larger cohort if one is simulated."""
         if self.simulated is None:
             return replace(self, noise=self.noise.with_multiplier(z))
@@ -320,7 +320,7 @@ class ReleasePlan(Generic[BoundT]):
     @property
     def settings(self) -> dict[str, Any]:
         """What enters a strategy's digest, which keys its noise: other names re-key seeded runs."""
-        own = {"mechanism": self.bound, "cohort": self.sampler, "noise": self.noise}
+        own = {"mechanism": self.mechanism, "cohort": self.sampler, "noise": self.noise}
         return own | self.placement.settings
 
     @property
@@ -342,7 +342,7 @@ class ReleasePlan(Generic[BoundT]):
             "sampler": is_user_code(self.sampler)
             and not isinstance(self.sampler, InclusionSampler),
             "noise": is_user_code(self.noise),
-            "bound": is_user_code(self.bound) or isinstance(self.bound, DeclaredBound),
+            "bound": is_user_code(self.mechanism) or isinstance(self.mechanism, DeclaredMechanism),
         }
         return [name for name, declared in parts.items() if declared]
 
@@ -409,7 +409,7 @@ class ReleasePlan(Generic[BoundT]):
             law=self.law,
             # Correlated noise makes all rounds one Gaussian.
             count=1 if self.noise.correlated else self.sampler.gaussians(self.releases),
-            guarantee=self.bound.guarantee == "gaussian",
+            guarantee=self.mechanism.guarantee == "gaussian",
         )
 
     def entry(self, event: Event, **fields: Any) -> Entry:
@@ -426,7 +426,7 @@ class ReleasePlan(Generic[BoundT]):
         return Entry(
             level=self.level,
             event=event,
-            mechanism=str(self.bound),
+            mechanism=str(self.mechanism),
             placement="client" if at_client else "server",
             declared_by_user=self.declared_by_user,
             public={**self.public, **fields.pop("public", {})},
@@ -461,7 +461,7 @@ class ReleasePlan(Generic[BoundT]):
 
     def calibrated(
         self, target_epsilon: float, delta: float, others: Sequence[Event] = ()
-    ) -> ReleasePlan[BoundT]:
+    ) -> ReleasePlan[MechanismT]:
         """The same plan, with the least noise at which all rounds meet the target epsilon.
 
         Parameters
@@ -473,10 +473,10 @@ class ReleasePlan(Generic[BoundT]):
         Raises
         ------
         FedsimError
-            If the plan has no number of rounds, its bound gives no guarantee, or no noise meets
+            If the plan has no number of rounds, its mechanism gives no guarantee, or no noise meets
             the target.
         """
-        refuse_noise(self.bound, f"{self._noise_table}.target-epsilon", target_epsilon)
+        refuse_noise(self.mechanism, f"{self._noise_table}.target-epsilon", target_epsilon)
         if self.rounds is None:
             raise FedsimError("the plan has no number of rounds, which a target epsilon needs.")
         rounds = self.rounds
@@ -499,15 +499,15 @@ def _name_of(noise: Noise) -> str:
 
 
 def is_user_code(value: object) -> bool:
-    """Whether the value's class, or that of a bound inside it, is the user's."""
-    return not is_shipped(value) or any(map(is_user_code, _bounds_in(value)))
+    """Whether the value's class, or that of a mechanism inside it, is the user's."""
+    return not is_shipped(value) or any(map(is_user_code, _mechanisms_in(value)))
 
 
-def _bounds_in(value: object) -> Iterator[object]:
-    """Bounds that a bound is composed of: in its fields, or in lists in them."""
+def _mechanisms_in(value: object) -> Iterator[object]:
+    """Mechanisms that a mechanism is composed of: in its fields, or in lists in them."""
     if isinstance(value, list | tuple):
         inner = list(value)
     else:
         inner = [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else []
     for entry in inner:
-        yield from [entry] if hasattr(entry, "guarantee") else _bounds_in(entry)
+        yield from [entry] if hasattr(entry, "guarantee") else _mechanisms_in(entry)

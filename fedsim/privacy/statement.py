@@ -56,7 +56,7 @@ def epsilon_marks(simulated: float, declared: float) -> str:
         0, 1 if the noise follows from a known seed, or the size (above 1) of the larger cohort that
         is simulated in addition.
     declared : float
-        0, or 1 if the user declares a law, noise or bound.
+        0, or 1 if the user declares a law, noise or mechanism.
 
     Examples
     --------
@@ -191,7 +191,7 @@ class Statement:
 
     @property
     def declared_by_user(self) -> bool:
-        """Whether a law, noise or bound is declared by the user."""
+        """Whether a law, noise or mechanism is declared by the user."""
         return any(entry.declared_by_user for entry in self.entries)
 
     @property

@@ -40,17 +40,17 @@ from fedsim.training.paths.choice import most_rows
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Any:
     """The `Mechanism` that bounds updates, or a client's per-example gradients."""
-    bound = settings.make()
+    mechanism = settings.make()
     if settings.per_layer:
-        bound = mechanisms.PerLayer(bound)
+        mechanism = mechanisms.PerLayer(mechanism)
     if isinstance(settings, MechanismSection) and settings.private_scalar:
-        bound = mechanisms.PrivateScalar(
-            bound,
+        mechanism = mechanisms.PrivateScalar(
+            mechanism,
             name=settings.private_scalar,
             high=settings.private_scalar_high,
             fraction=settings.private_scalar_fraction,
         )
-    return bound
+    return mechanism
 
 
 def algorithm(config: RunConfig) -> LocalAlgorithm:
@@ -58,7 +58,7 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
     client = config.client
     facts = RunFacts(
         private_examples=client.private,
-        bound=mechanism(config.mechanism) if config.private else None,
+        mechanism=mechanism(config.mechanism) if config.private else None,
         steps=None if client.work else client.steps or None,
     )
     local_algorithm: LocalAlgorithm = client.make().for_run(facts)

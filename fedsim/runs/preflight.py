@@ -66,7 +66,7 @@ def check(resolved: Resolved) -> None:
     if isinstance(strategy.server_optimizer, FlowerOptimizer):
         config = strategy.server_optimizer.client_config(resolved.trainer.initial(), ConfigRecord())
         server_numbers(resolved.trainer.algorithm, config)
-    _check_scalars(resolved, strategy.plan.bound.side_scalar_names)
+    _check_scalars(resolved, strategy.plan.mechanism.side_scalar_names)
     row_columns(resolved, strategy)
     for key, metric in (
         ("checkpoint.best", resolved.config.checkpoint.best),
@@ -198,7 +198,7 @@ def _noisy_metrics(config: RunConfig) -> str:
 
 
 def _check_client_noise(resolved: Resolved) -> None:
-    """Refuse noise that suits no client's bound, and a budget too small for a client's round."""
+    """Refuse noise that no client's mechanism suits, and a budget too small for one round."""
     # Both depend on clients' sizes, which are protected in a client-private run: there the client
     # itself fails.
     config, trainer, sizes = resolved.config, resolved.trainer, resolved.data.sizes

@@ -1,7 +1,7 @@
 """Private statistics of clients' data before any training, from one noisy sum.
 
 They are computed by a run of one round, on the config's engine, whose model's parameters are the
-sums (`fedsim.models.statistics_model`). So bounds, noise, ledger and budget work as in any other
+sums (`fedsim.models.statistics_model`). So mechanism, noise, ledger and budget work as in any other
 run.
 """
 
@@ -138,11 +138,11 @@ class StatisticsPlan:
     def result_of(self, run: RunResult) -> StatisticsResult:
         """Compute the statistics from the run's release."""
         arrays, plan = tensors(run.arrays), release_plan(self.config)
-        layout, bound = Layout.of(arrays), plan.bound
+        layout, mechanism = Layout.of(arrays), plan.mechanism
         clients = self.config.partition.clients
         multiplier = plan.noise.multiplier * plan.placement.excess_noise(clients)
-        split = bound.noise_multipliers(multiplier, plan.denominator, layout)
-        norm = bound.segments(layout)[0].bound.radius({}, layout.d)
+        split = mechanism.noise_multipliers(multiplier, plan.denominator, layout)
+        norm = mechanism.segments(layout)[0].mechanism.radius({}, layout.d)
         sums = layout.flatten(arrays).numpy() * plan.denominator
         reader = _Reader(sums, split["sum"] * float(norm))
         for name in self.inputs:
@@ -152,8 +152,8 @@ class StatisticsPlan:
             reader.read_moments(replace(self.targets, name=name))
         if self.classes:
             reader.read_class_shares(self.classes)
-        if bound.side_scalars:
-            (side,) = bound.side_scalars
+        if mechanism.side_scalars:
+            (side,) = mechanism.side_scalars
             error = split[side.name] * side.value_range.half / plan.denominator
             mean = float(run.metrics[-1][side.name])
             reader.estimates.append(Estimate("examples of a client", mean, error))

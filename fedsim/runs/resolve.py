@@ -261,7 +261,7 @@ def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
     config = resolved.config
     client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
     server_optimizer = copy.deepcopy(resolved.overrides.strategy)
-    weighs_by_size = resolved.plan.bound.weighting == "num-examples"
+    weighs_by_size = resolved.plan.mechanism.weighting == "num-examples"
     sizes = None
     if client.private and config.mechanism.name == "none" and weighs_by_size:
         # Private clients do not report their sizes; those of the split are public.

@@ -51,7 +51,7 @@ def row_columns(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
         # Above 0 if epsilon must be marked, as in `epsilon_marks`.
         columns += ["simulated", "declared"]
     columns += RoundReport.columns
-    columns += [*strategy.plan.bound.released_names(resolved.trainer.layout), "update-norm"]
+    columns += [*strategy.plan.mechanism.released_names(resolved.trainer.layout), "update-norm"]
     columns += resolved.devices.columns
     columns += ["clients-per-second", "seconds"]
     twice = [name for name in columns if columns.count(name) > 1]

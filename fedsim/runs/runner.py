@@ -83,7 +83,7 @@ def run(
         converts them.
     strategy : Strategy, optional
         Flower strategy that post-processes the mean (`FedAdam`, `FedAvgM`, ...), used instead of
-        [server], on the same engines. Cohorts, bounds and noise remain the config's.
+        [server], on the same engines. Cohorts, mechanism and noise remain the config's.
 
     Raises
     ------
@@ -297,7 +297,7 @@ def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
 
 def secure_aggregation_app(resolved: Resolved) -> ClientApp:
     """The clients as a Flower app that takes part in secure aggregation."""
-    bound, threshold = resolved.plan.bound, resolved.config.secagg.threshold
+    mechanism, threshold = resolved.plan.mechanism, resolved.config.secagg.threshold
     return client_app(
-        lambda _: resolved.trainer, lambda _: bound, threshold_for=lambda _: threshold
+        lambda _: resolved.trainer, lambda _: mechanism, threshold_for=lambda _: threshold
     )

@@ -1,4 +1,4 @@
-"""Example-level privacy inside a client: sampling, bound and noise, and the privacy cost."""
+"""Example-level privacy inside a client: sampling, mechanism and noise, and the privacy cost."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ExamplePrivacy:
         return ReleasePlan(
             level="example",
             sampler=self._sampler(work, size),
-            bound=self.mechanism,
+            mechanism=self.mechanism,
             noise=self.noise,
             rounds=self.rounds,
             may_stop=self.may_stop,

@@ -98,8 +98,8 @@ class LocalRounds:
         if self.privacy is not None:
             self.method = method = Probe(trained).fastest(gradient_methods(trained))
             work, stepper = self.workload.work, self.stepper
-            # Refuses a bound and noise with which every client would fail. No client's size decides
-            # this, since it may be protected: clients with less than a batch fail alone.
+            # Refuses a mechanism and noise with which every client would fail. No client's size
+            # decides this, since it may be protected: clients with less than a batch fail alone.
             if (plan := self.privacy.plan(work, work.batch_size or _MANY_EXAMPLES)) is not None:
                 Releaser([plan], stepper.packing.layout, exact=False)
             self.releases = ExampleReleases(

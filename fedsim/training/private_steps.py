@@ -82,7 +82,7 @@ class PrivateLoop(StepLoop):
         layout = stepper.packing.layout
         self.releaser = Releaser(plans, layout, device=stepper.device, exact=False)
         self.state: dict[str, Tensor] = {}
-        """The bound mechanism's state, of the clients that were active in the last step."""
+        """The mechanism's state, of the clients that were active in the last step."""
         for name, initial in privacy.mechanism.init(layout).items():
             start = initial.to(stepper.device).expand(len(clients), *initial.shape)
             if keeps_state:
@@ -122,7 +122,7 @@ class PrivateLoop(StepLoop):
         return release.mean
 
     def results(self, state: State, first: int) -> StepLoopResult:
-        """Results of the clients from position ``first`` on, with the bound mechanism's state."""
+        """Results of the clients from position ``first`` on, with the mechanism's state."""
         end = super().results(state, first)
         if self.keeps_state:
             # It has rows for the clients of the last step only; the ones that end are its last.

@@ -22,7 +22,7 @@ from fedsim.mechanisms import Normalization, scaling
 from fedsim.mechanisms.base import BoundedRows
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Release, Releaser
-from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.mechanisms.scaling import ScalingMechanism
 from fedsim.privacy import Entry, Ledger
 from fedsim.privacy.laws import Poisson
 from fedsim.randomness import Draws, Randomness
@@ -175,7 +175,7 @@ def _negative() -> Iterator[None]:
 
     with (
         patch.object(scaling, "norms_", of_positive),
-        patch.object(ScalingBound, "only_scales", False),
+        patch.object(ScalingMechanism, "only_scales", False),
     ):
         yield
 

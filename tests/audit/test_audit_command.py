@@ -105,7 +105,7 @@ def plan_of(**parts: Any) -> ReleasePlan[Any]:
     honest = {
         "level": "client",
         "sampler": Poisson(0.5, 40),
-        "bound": Clipping(0.5),
+        "mechanism": Clipping(0.5),
         "noise": Independent(4.0),
         "rounds": 30,
     }
@@ -123,9 +123,9 @@ def violations(plan: ReleasePlan[Any]) -> set[str]:
     "parts",
     [
         {},
-        {"bound": PerLayer(Clipping(0.5))},
-        {"bound": AdaClip()},
-        {"bound": Normalization(2.0)},
+        {"mechanism": PerLayer(Clipping(0.5))},
+        {"mechanism": AdaClip()},
+        {"mechanism": Normalization(2.0)},
         {"sampler": FixedSize(10, 40)},
         {"sampler": Full(40), "noise": Banded(4.0, bands=3)},
     ],
@@ -138,7 +138,7 @@ def test_what_is_as_it_should_be_passes_all_checks(parts: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("parts", "violation"),
     [
-        ({"bound": LessNoise(0.5)}, "bound: what hostile rows add"),
+        ({"mechanism": LessNoise(0.5)}, "bound: what hostile rows add"),
         ({"sampler": Everybody(0.5, 40)}, "sampler: declared inclusion probabilities"),
         ({"noise": Half(4.0)}, "noise: size in each round"),
         ({"noise": Repeating(4.0)}, "noise: exact repeats"),

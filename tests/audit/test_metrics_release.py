@@ -107,7 +107,7 @@ def _planned_with(plan: Callable[..., Any]) -> Callable[..., Any]:
     def planned(self: object, *given: Any) -> Any:
         made = plan(self, *given)
         noise = made.noise.with_multiplier(made.noise.multiplier / 3)
-        return replace(made, bound=Clipping(3 * made.bound.clip_norm), noise=noise)
+        return replace(made, mechanism=Clipping(3 * made.mechanism.clip_norm), noise=noise)
 
     return planned
 

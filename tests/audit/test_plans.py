@@ -33,7 +33,7 @@ APART = SeparatedCohort(4, 0.5, population=120)
 
 def strategies(noise: Noise, cohort: Cohort) -> Callable[[int | None], DPFedAvg]:
     plan = ReleasePlan(
-        level="client", sampler=cohort, bound=Clipping(1.0), noise=noise, rounds=ROUNDS
+        level="client", sampler=cohort, mechanism=Clipping(1.0), noise=noise, rounds=ROUNDS
     )
     return lambda seed: DPFedAvg(plan=plan, seed=seed, server_optimizer=Adding())
 

@@ -130,7 +130,7 @@ def shipped() -> list[LocalAlgorithm]:
         and issubclass(kind, LocalAlgorithm)
         and kind not in (LocalAlgorithm, Proximal)
     ]
-    private = Scaffold(0.1).for_run(RunFacts(bound=Clipping(1.0), steps=3))
+    private = Scaffold(0.1).for_run(RunFacts(mechanism=Clipping(1.0), steps=3))
     others = [
         private, SGD(0.1, momentum=0.9, weight_decay=0.1), SGD(1e30),
         Scaffold(0.1, control="gradient"), AdadpLR(10.0, keep="full", discard=True),

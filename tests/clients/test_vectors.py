@@ -342,7 +342,7 @@ def test_what_a_private_run_cannot_protect_is_refused() -> None:
 
 
 def test_fednova_of_a_private_run_needs_a_public_number_in_place_of_what_clients_send() -> None:
-    private = RunFacts(bound=Clipping(1.0))
+    private = RunFacts(mechanism=Clipping(1.0))
     with pytest.raises(FedsimError, match=r"client\.reach is 0; in a private run it must be a pub"):
         FedNova(0.1).for_run(private)
     assert FedNova(0.1).for_run(RunFacts()).sends
@@ -425,14 +425,14 @@ ROUNDS = 5
 CLIPPED = Clipping(0.4)
 
 
-def private(algorithm=None, bound=CLIPPED, steps=3, **facts):
+def private(algorithm=None, mechanism=CLIPPED, steps=3, **facts):
     algorithm = algorithm or Scaffold(lr=0.2)
-    return algorithm.for_run(RunFacts(bound=bound, steps=steps, **facts))
+    return algorithm.for_run(RunFacts(mechanism=mechanism, steps=steps, **facts))
 
 
-def private_run(trainer: Trainer, bound, cohort, rounds=ROUNDS, z=0.0, **settings):
+def private_run(trainer: Trainer, mechanism, cohort, rounds=ROUNDS, z=0.0, **settings):
     strategy = DPFedAvg(
-        mechanism=bound, cohort=cohort, noise_multiplier=z, seed=3,
+        mechanism=mechanism, cohort=cohort, noise_multiplier=z, seed=3,
         clients=ClientTraining(algorithm=trainer.algorithm), fraction_evaluate=0.0, **settings,
     )  # fmt: skip
     result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds)
@@ -440,13 +440,13 @@ def private_run(trainer: Trainer, bound, cohort, rounds=ROUNDS, z=0.0, **setting
 
 
 @pytest.mark.spanning
-@pytest.mark.parametrize("bound", [Clipping(0.4), Normalization(0.4), NormBound(0.3)], ids=str)
+@pytest.mark.parametrize("mechanism", [Clipping(0.4), Normalization(0.4), NormBound(0.3)], ids=str)
 @pytest.mark.parametrize("size", [3, POPULATION])
-def test_private_scaffold_is_scaffold_of_bounded_updates(bound, size: int) -> None:
+def test_private_scaffold_is_scaffold_of_bounded_updates(mechanism, size: int) -> None:
     """Algorithm 1, option II, in whose sums and variates every update is the bounded one."""
     cohort = FixedCohort(size, POPULATION)
-    trainer = make_trainer(private(bound=bound))
-    reached, strategy = private_run(trainer, bound, cohort)
+    trainer = make_trainer(private(mechanism=mechanism))
+    reached, strategy = private_run(trainer, mechanism, cohort)
     chosen = cohorts(cohort, ROUNDS)
     x = trainer.initial()[: trainer.layout.d].clone()
     c, c_i = torch.zeros_like(x), [torch.zeros_like(x) for _ in range(POPULATION)]
@@ -457,7 +457,7 @@ def test_private_scaffold_is_scaffold_of_bounded_updates(bound, size: int) -> No
             for _ in range(3 if len(own) else 0):
                 g = gradient(trainer.model, y, trainer.data.x[own], trainer.data.y[own])
                 y = y - 0.2 * (g - c_i[i] + c)
-            bounded = bound.bound((y - x)[None])[0]
+            bounded = mechanism.bound((y - x)[None])[0]
             new = c_i[i] - c - bounded / (3 * 0.2)
             change, c_i[i], total = change + new - c_i[i], new, total + bounded
         x, c = x + total / size, c + change / POPULATION
@@ -551,11 +551,11 @@ def test_how_many_clients_replied_does_not_enter_the_servers_variate(monkeypatch
 
 def test_what_private_clients_send_as_messages_has_the_vectors_of_their_rows_alone() -> None:
     """A wrapper that goes over the replies gets messages: of the update, and no variate."""
-    trainer, bound = make_trainer(private()), Clipping(0.4)
-    reached, _ = private_run(trainer, bound, FullCohort(POPULATION), rounds=1, z=1.0)
+    trainer, mechanism = make_trainer(private()), Clipping(0.4)
+    reached, _ = private_run(trainer, mechanism, FullCohort(POPULATION), rounds=1, z=1.0)
     trainer = make_trainer(private())
     strategy = DPFedAvg(
-        mechanism=bound, cohort=FullCohort(POPULATION), noise_multiplier=1.0, seed=3,
+        mechanism=mechanism, cohort=FullCohort(POPULATION), noise_multiplier=1.0, seed=3,
         clients=ClientTraining(algorithm=trainer.algorithm), fraction_evaluate=0.0,
     )  # fmt: skip
     grid, arrays = LocalGrid(trainer), initial(trainer)
@@ -587,9 +587,13 @@ def test_private_scaffold_protects_examples_by_noise_in_their_gradients_alone() 
     [
         (Scaffold(0.2, control="gradient"), {}, r"client\.control is 'gradient'.*must be 'steps'"),
         (Scaffold(0.2), {"steps": None}, r"client\.steps must be the number of local steps"),
-        (Scaffold(0.2), {"bound": AdaClip()}, r"know how AdaClip \(mechanism\.name\) bounds it"),
-        (Scaffold(0.2), {"bound": QuantileClipping()}, r"clients do not know how .* bounds it"),
-        (Scaffold(0.2), {"bound": PerLayer(Clipping())}, r"Scaffold .client.name. needs"),
+        (
+            Scaffold(0.2),
+            {"mechanism": AdaClip()},
+            r"know how AdaClip \(mechanism\.name\) bounds it",
+        ),
+        (Scaffold(0.2), {"mechanism": QuantileClipping()}, r"clients do not know how .* bounds it"),
+        (Scaffold(0.2), {"mechanism": PerLayer(Clipping())}, r"Scaffold .client.name. needs"),
     ],
 )
 def test_where_the_variate_does_not_follow_from_the_release_it_is_refused(

@@ -23,7 +23,7 @@ from fedsim.deploy.policy import NODE, Policy
 from fedsim.deploy.services import Node
 from fedsim.errors import FedsimError
 from fedsim.federation.flower_internals import BUDGET_SPENT, ensure_identity
-from fedsim.mechanisms.scaling import ScalingBound, clip_factor
+from fedsim.mechanisms.scaling import ScalingMechanism, clip_factor
 from fedsim.privacy import Ledger
 from fedsim.privacy.laws import Full, Participation
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
@@ -209,7 +209,7 @@ def test_what_a_runs_own_code_says_of_its_noise_is_not_believed(tmp_path, tables
 
 
 @dataclass(frozen=True)
-class Halving(ScalingBound):
+class Halving(ScalingMechanism):
     """A bound of a run's own, at half of a number."""
 
     twice: float = 1.0

@@ -16,7 +16,7 @@ from fedsim.audit import SyntheticFederation
 from fedsim.audit.adapters.flower import strategy_target
 from fedsim.cohorts import FullCohort
 from fedsim.errors import BudgetSpentError
-from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
+from fedsim.privacy import DeclaredMechanism, Independent, Ledger, ReleasePlan
 from fedsim.privacy.losses import gaussian_epsilon
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/ledger"))
@@ -36,7 +36,7 @@ def test_flowers_own_strategy_is_charged_round_by_round(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     plan = ReleasePlan(
         level="client", sampler=FullCohort(6, adjacency="zero-out"),
-        bound=DeclaredBound("Flower's clipping", 1.0), noise=Independent(2.0), rounds=3,
+        mechanism=DeclaredMechanism("Flower's clipping", 1.0), noise=Independent(2.0), rounds=3,
     )  # fmt: skip
 
     def make(f: SyntheticFederation) -> Mine:

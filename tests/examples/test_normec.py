@@ -33,9 +33,9 @@ def normec(monkeypatch):
     sys.modules.pop("normec", None)
 
 
-def made(normec, targets, bound, cohort, rounds, beta=0.5, gamma=1.0, steps=1):
+def made(normec, targets, mechanism, cohort, rounds, beta=0.5, gamma=1.0, steps=1):
     """Clients with ``f_i = |w - m_i|^2 / 2`` of two weights, whose update is ``lr (m_i - w)``."""
-    algorithm = normec.NormEC(lr=1.0, beta=beta).for_run(RunFacts(bound=bound))
+    algorithm = normec.NormEC(lr=1.0, beta=beta).for_run(RunFacts(mechanism=mechanism))
     model = nn.Linear(1, 2, bias=False).double()
     with torch.no_grad():
         model.weight.zero_()
@@ -48,7 +48,7 @@ def made(normec, targets, bound, cohort, rounds, beta=0.5, gamma=1.0, steps=1):
     share = cohort.expected_size / len(targets)
     server = normec.MemoryStep(rate=beta * share, lr=gamma)
     strategy = DPFedAvg(
-        mechanism=bound or NoPrivacy("uniform"), noise_multiplier=0.0, cohort=cohort, seed=3,
+        mechanism=mechanism or NoPrivacy("uniform"), noise_multiplier=0.0, cohort=cohort, seed=3,
         clients=ClientTraining(algorithm=algorithm), server_optimizer=server, fraction_evaluate=0.0,
     )  # fmt: skip
     arrays = array_record({"weight": torch.zeros(2, 1, dtype=torch.float64)})
@@ -70,19 +70,19 @@ def test_the_memory_goes_as_worked_out_by_hand(normec):
         assert mean.tolist() == pytest.approx(memory, abs=1e-6)
 
 
-@pytest.mark.parametrize("bound", [Normalization(1.0, 0.5), Clipping(0.3), None], ids=str)
+@pytest.mark.parametrize("mechanism", [Normalization(1.0, 0.5), Clipping(0.3), None], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_it_is_its_recursion(normec, bound, size):
+def test_it_is_its_recursion(normec, mechanism, size):
     rounds, beta, gamma = 6, 0.4, 0.7
     cohort = FixedCohort(size, 3)
-    reached, memories, mean = made(normec, TARGETS, bound, cohort, rounds, beta, gamma)
+    reached, memories, mean = made(normec, TARGETS, mechanism, cohort, rounds, beta, gamma)
     torch.testing.assert_close(mean, memories.mean(0), rtol=0, atol=1e-8)
     if size < 3:
         return
     w, v = torch.zeros(2, dtype=torch.float64), torch.zeros_like(TARGETS)
     for _ in range(rounds):
         difference = TARGETS - w - v
-        v = v + beta * (difference if bound is None else bound.bound(difference))
+        v = v + beta * (difference if mechanism is None else mechanism.bound(difference))
         w = w + gamma * v.mean(0)
     torch.testing.assert_close(reached, w, rtol=0, atol=1e-8)
     torch.testing.assert_close(memories, v, rtol=0, atol=1e-8)
@@ -90,7 +90,7 @@ def test_it_is_its_recursion(normec, bound, size):
 
 def test_a_bound_that_no_client_knows_is_refused(normec):
     with pytest.raises(FedsimError, match=r"clients do not know how .* bounds it"):
-        normec.NormEC().for_run(RunFacts(bound=QuantileClipping()))
+        normec.NormEC().for_run(RunFacts(mechanism=QuantileClipping()))
 
 
 def test_its_config_runs_the_same_on_several_workers(normec, tmp_path, monkeypatch):

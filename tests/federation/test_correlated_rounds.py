@@ -34,7 +34,7 @@ CLIENTS, D, ROUNDS, LAMBDA, Z = 8, 20_000, 8, 0.6, 3.0
 def strategy_of(ledger: Path | None = None, seed: int | None = None, **plan: object) -> DPFedAvg:
     settings = {
         "sampler": Cyclic(2, population=CLIENTS),
-        "bound": Clipping(1.0),
+        "mechanism": Clipping(1.0),
         "noise": LambdaCGD(Z, coefficients=str(LAMBDA)),
         "rounds": ROUNDS,
     }
@@ -214,9 +214,9 @@ def test_plans_that_cannot_share_draws_are_refused() -> None:
         strategy_of(rounds=None)
     with pytest.raises(FedsimError, match="at example level it must be independent"):
         ReleasePlan(
-            level="example", sampler=Full(9), bound=Clipping(1.0), noise=Banded(1.0), rounds=3
+            level="example", sampler=Full(9), mechanism=Clipping(1.0), noise=Banded(1.0), rounds=3
         )
     with pytest.raises(FedsimError, match="correlated over rounds"):
-        strategy_of(bound=AdaClip()).check(array_record({"w": torch.zeros(3)}))
+        strategy_of(mechanism=AdaClip()).check(array_record({"w": torch.zeros(3)}))
     with pytest.raises(FedsimError, match="must be lambda, a number from 0"):
         strategy_of(noise=LambdaCGD(1.0, coefficients="1.5"))

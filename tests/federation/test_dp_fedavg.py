@@ -504,7 +504,9 @@ def _app(fault: str = "") -> ClientApp:
 def test_a_plan_and_the_keywords_that_make_it_give_the_same_bytes_and_ledger() -> None:
     updates = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
     cohort, noise = PoissonCohort(0.5, 20), Independent(1.0, hardened=False)
-    plan = ReleasePlan(level="client", sampler=cohort, bound=Clipping(1.0), noise=noise, rounds=2)
+    plan = ReleasePlan(
+        level="client", sampler=cohort, mechanism=Clipping(1.0), noise=noise, rounds=2
+    )
     strategies = [
         DPFedAvg(plan=plan, seed=3),
         DPFedAvg(
@@ -525,7 +527,7 @@ def test_a_plan_and_the_keywords_that_make_it_give_the_same_bytes_and_ledger() -
 
 def test_a_plan_beside_a_keyword_that_makes_one_is_refused() -> None:
     plan = ReleasePlan(
-        level="client", sampler=FullCohort(3), bound=Clipping(1.0), noise=Independent(1.0)
+        level="client", sampler=FullCohort(3), mechanism=Clipping(1.0), noise=Independent(1.0)
     )
     for keyword in (
         {"mechanism": Clipping(1.0)},

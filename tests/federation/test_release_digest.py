@@ -137,7 +137,7 @@ def test_a_plan_has_a_placement_and_no_other_is_given_beside_it() -> None:
     plan = ReleasePlan(
         level="client",
         sampler=FullCohort(10),
-        bound=Clipping(1.0),
+        mechanism=Clipping(1.0),
         noise=Independent(1.0),
         placement=CLIENTS,
     )
@@ -145,6 +145,6 @@ def test_a_plan_has_a_placement_and_no_other_is_given_beside_it() -> None:
     with pytest.raises(FedsimError, match="placement is given together with plan="):
         DPFedAvg(plan=plan, placement="server")
     with pytest.raises(FedsimError, match="must be 'server' with NoPrivacy"):
-        replace(plan, bound=NoPrivacy("uniform"), noise=Independent(0.0))
+        replace(plan, mechanism=NoPrivacy("uniform"), noise=Independent(0.0))
     with pytest.raises(FedsimError, match=r"secagg\.threshold is 11; it must be at most 10"):
         replace(plan, placement=SecureAggregation(11))

@@ -19,7 +19,7 @@ from fedsim.cohorts import Cohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
-from fedsim.mechanisms import Clipping, Mechanism, PerLayer, ScalingBound, State
+from fedsim.mechanisms import Clipping, Mechanism, PerLayer, ScalingMechanism, State
 from fedsim.privacy import Accountant, Event, epsilon
 from fedsim.randomness import Draws
 from fedsim.strategies import DPFedAvg
@@ -92,7 +92,7 @@ def test_a_users_sampler_that_draws_whom_there_cannot_be_is_refused(ids) -> None
 
 
 @dataclass(frozen=True)
-class Unbounded(ScalingBound):
+class Unbounded(ScalingMechanism):
     """Says that no row is longer than 1, and lets all of them pass."""
 
     def scales(self, norms: Tensor, round_state: State, unit: Tensor | float) -> Tensor:

@@ -29,7 +29,7 @@ def plan_of(mechanism: Mechanism, noise: Noise, denominator: float) -> ReleasePl
     sampler = (
         FullCohort(population) if whole else PoissonCohort(denominator / population, population)
     )
-    return ReleasePlan(level="client", sampler=sampler, bound=mechanism, noise=noise, rounds=9)
+    return ReleasePlan(level="client", sampler=sampler, mechanism=mechanism, noise=noise, rounds=9)
 
 
 def releaser(

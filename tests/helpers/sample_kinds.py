@@ -7,7 +7,7 @@ import numpy as np
 from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import InclusionSampler
 from fedsim.datasets import Dataset
-from fedsim.mechanisms import ScalingBound
+from fedsim.mechanisms import ScalingMechanism
 from fedsim.partitions import Partition
 from fedsim.server_optimizers import ServerOptimizer
 from fedsim.settings import Doc, Ge, Gt
@@ -17,7 +17,7 @@ from fedsim.tasks import ExactSum, Metric
 CLASSES = {
     "mechanism": """
 @dataclass(frozen=True)
-class Bound(ScalingBound):
+class Bound(ScalingMechanism):
     clip_norm: Annotated[float, Gt(0), Doc("The largest norm.")] = 1.0
     power: Annotated[float, Ge(1), Doc("How sharp the corner is.")] = 4.0
 

@@ -83,7 +83,7 @@ def everywhere() -> dict[str, str]:
     rows = torch.from_numpy(np.random.default_rng(1).integers(-40, 41, (64, 18))).float()
     layout = Layout.of({"a.weight": torch.empty(3, 4), "b.weight": torch.empty(2, 3)})
     found = {}
-    for name, bound, z in (
+    for name, mechanism, z in (
         ("clipping", Clipping(0.7), 0.7),
         ("loose clipping", Clipping(1e3), 0.0),
         ("normalisation", Normalization(0.8), 0.7),
@@ -92,9 +92,9 @@ def everywhere() -> dict[str, str]:
         ("no privacy", NoPrivacy("uniform"), 0.0),
     ):
         plan = ReleasePlan(
-            level="client", sampler=FullCohort(64), bound=bound, noise=Independent(z)
+            level="client", sampler=FullCohort(64), mechanism=mechanism, noise=Independent(z)
         )
-        total = Releaser(plan, layout).start(bound.init(layout))
+        total = Releaser(plan, layout).start(mechanism.init(layout))
         total.add(DenseRows(rows[:40].clone()))
         total.add(DenseRows(rows[40:].clone()), weights=torch.linspace(0, 1, 24).double())
         found[f"sum, {name}"] = sha(total.state())

@@ -111,7 +111,7 @@ def ball_bounds(mechanism: Mechanism, state: State, layout: Layout) -> list[tupl
     return [
         (
             part.columns[0] if part.columns else slice(0, layout.d),
-            part.bound.sensitivity(part.select(state), part.layout),
+            part.mechanism.sensitivity(part.select(state), part.layout),
         )
         for part in mechanism.segments(layout)
     ]
@@ -251,7 +251,7 @@ def expected_std(mechanism: Mechanism, state: State, layout: Layout, z: float) -
     out = torch.empty(layout.d, dtype=torch.float64)
     for part in mechanism.segments(layout):
         columns = part.columns[0] if part.columns else slice(0, layout.d)
-        shape = shape_of(part.bound, part.select(state), part.layout.d)
+        shape = shape_of(part.mechanism, part.select(state), part.layout.d)
         out[columns] = shape * split[part.prefix + "sum"]
     return out
 

@@ -175,11 +175,11 @@ def test_a_round_whose_rows_are_all_rejected_is_that_of_nobody(mechanism):
     assert same_bytes(rejected, nobody)
 
 
-@pytest.mark.parametrize("bound", [Clipping(1.0), AdaClip(), CoordinateClipping(1.0)], ids=str)
-def test_a_layer_without_coordinates_takes_no_share_of_the_budget(bound):
+@pytest.mark.parametrize("mechanism", [Clipping(1.0), AdaClip(), CoordinateClipping(1.0)], ids=str)
+def test_a_layer_without_coordinates_takes_no_share_of_the_budget(mechanism):
     shapes = {"a.weight": (2, 3), "empty.weight": (0, 3), "empty.bias": (0,)}
     layout = Layout.of({name: torch.zeros(shape) for name, shape in shapes.items()})
-    assert PerLayer(bound).noise_multipliers(1.3, 9.0, layout) == {"0.sum": 1.3}
+    assert PerLayer(mechanism).noise_multipliers(1.3, 9.0, layout) == {"0.sum": 1.3}
 
 
 def test_a_model_without_coordinates_has_no_layout():

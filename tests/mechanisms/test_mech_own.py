@@ -29,7 +29,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.training import ExamplePrivacy, Trainer
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "your_own_bound.md"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "your_own_mechanism.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
 NAMES: dict[str, object] = {}
 exec(BLOCKS[0], NAMES)
@@ -75,8 +75,8 @@ def test_bounds_without_state_are_those_that_a_correlated_noise_may_have():
     layout = Layout.of({"w": torch.empty(4)})
     stay = (Clipping(1.0), Normalization(1.0), CoordinateClipping(1.0), SmoothClipping(1.0))
     change = (QuantileClipping(), AdaClip(), AdaptiveNoise(1.0, 1.0, 1.0))
-    assert not any(bound.init(layout) for bound in stay)
-    assert all(bound.init(layout) for bound in change)
+    assert not any(mechanism.init(layout) for mechanism in stay)
+    assert all(mechanism.init(layout) for mechanism in change)
 
 
 def test_a_scalar_cannot_have_the_name_of_what_is_released_beside_it():

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip, Clipping, Normalization, NormBound
 from fedsim.mechanisms.base import BoundedRows, State
-from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.mechanisms.scaling import ScalingMechanism
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 
 NAN, INF = float("nan"), float("inf")
@@ -105,7 +105,7 @@ def test_rows_within_c_pass_clipping_unchanged() -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingBound) -> None:
+def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingMechanism) -> None:
     block = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     norms = torch.linalg.vector_norm(block, dim=2)
     factors = mechanism.scales(
@@ -146,7 +146,7 @@ def test_impossible_bounds_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_the_scale_of_a_non_finite_row_is_nan_and_of_a_zero_row_finite(
-    mechanism: ScalingBound,
+    mechanism: ScalingMechanism,
 ) -> None:
     scales = mechanism.scales(torch.tensor([NAN, 0.0]), {}, 1.0)
     assert scales.isnan().tolist() == [True, False]
@@ -188,7 +188,7 @@ def test_a_subclass_that_shapes_rows_in_its_own_way_is_summed_in_that_way() -> N
 )
 @pytest.mark.parametrize("lengths", [[1e-2, 0.1, 0.2, 3.0], [1e-250, 0.0, 1e150, 1e250]])
 def test_a_sum_of_rows_of_any_length_is_that_of_the_bounded_rows(
-    mechanism: ScalingBound, lengths: list[float]
+    mechanism: ScalingMechanism, lengths: list[float]
 ) -> None:
     n, d = len(lengths), 50
     layout = Layout.of({"w": torch.zeros(d, dtype=torch.float64)})
@@ -205,7 +205,7 @@ def test_a_sum_of_rows_of_any_length_is_that_of_the_bounded_rows(
 
 
 @dataclass(frozen=True)
-class AsWideAsRows(ScalingBound):
+class AsWideAsRows(ScalingMechanism):
     """Rows of any length up to the root of their width."""
 
     def radius(self, round_state: State, d: int) -> float:

@@ -169,7 +169,7 @@ def test_each_client_is_in_exactly_so_many_rounds_and_moves_no_other() -> None:
 def test_a_plan_is_charged_with_its_first_round_and_its_rounds_are_drawn_in_turn() -> None:
     cohort = AllocationCohort(2, 12, 100)
     plan = ReleasePlan(
-        level="client", sampler=cohort, bound=Gaussian(), noise=Independent(1.0), rounds=12
+        level="client", sampler=cohort, mechanism=Gaussian(), noise=Independent(1.0), rounds=12
     )
     assert [plan.charge(t).count for t in range(1, 13)] == [2] + 11 * [0]
     assert plan.denominator == pytest.approx(100 / 6)
@@ -197,7 +197,7 @@ def test_noise_that_is_correlated_counts_on_no_more_participations() -> None:
     plan = ReleasePlan(
         level="client",
         sampler=AllocationCohort(1, 30, 100),
-        bound=Gaussian(),
+        mechanism=Gaussian(),
         noise=Banded(1.0, bands=8),
         rounds=30,
     )
@@ -234,7 +234,7 @@ def test_known_rounds_cost_one_gaussian_each(participations, rounds, expected, b
     plan = ReleasePlan(
         level="client",
         sampler=AllocationCohort(participations, rounds, 100, blocks=blocks),
-        bound=Gaussian(),
+        mechanism=Gaussian(),
         noise=Independent(2.0),
         rounds=rounds,
         cohort_known=True,

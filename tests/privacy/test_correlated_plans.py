@@ -33,7 +33,9 @@ class Bounded:
 
 
 def plan_of(sampler, noise: Noise, rounds: int) -> ReleasePlan:
-    return ReleasePlan(level="client", sampler=sampler, bound=Bounded(), noise=noise, rounds=rounds)
+    return ReleasePlan(
+        level="client", sampler=sampler, mechanism=Bounded(), noise=noise, rounds=rounds
+    )
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_runs_ledger_says_what_an_owner_of_several_clients_is_promised(tmp_pat
     plan = ReleasePlan(
         level="client",
         sampler=FullCohort(20),
-        bound=Clipping(1.0),
+        mechanism=Clipping(1.0),
         noise=Independent(8.0),
         rounds=2,
     )

@@ -338,7 +338,7 @@ class Latecomer(Ledger):
 def test_what_a_round_costs_is_seen_in_the_file_that_its_line_enters(tmp_path, whose):
     sampler = Poisson(0.1, 100)
     plan = ReleasePlan(
-        level="client", sampler=sampler, bound=Clipping(1.0), noise=Independent(2.0), rounds=3,
+        level="client", sampler=sampler, mechanism=Clipping(1.0), noise=Independent(2.0), rounds=3,
         may_stop=True,
     )  # fmt: skip
 

@@ -244,7 +244,7 @@ def test_fewer_rounds_that_were_planned_cost_what_their_rows_do(noise, expected)
         return ReleasePlan(
             level="client",
             sampler=Cyclic(10, population=100),
-            bound=Gaussian(),
+            mechanism=Gaussian(),
             noise=noise.with_multiplier(multiplier),
             rounds=100,
         )
@@ -276,7 +276,9 @@ def test_more_bands_are_never_worse() -> None:
 def test_bands_within_groups_are_amplified(groups, rate, expected) -> None:
     sampler = Cyclic(groups, rate, population=1000)
     noise = Banded(1.0, bands=min(groups, 20))
-    plan = ReleasePlan(level="client", sampler=sampler, bound=Gaussian(), noise=noise, rounds=1000)
+    plan = ReleasePlan(
+        level="client", sampler=sampler, mechanism=Gaussian(), noise=noise, rounds=1000
+    )
     # The multiplier is that of the fresh draws: in units of C's columns it is to be 1.
     fitted = plan.noise
     assert isinstance(fitted, Banded)
@@ -292,7 +294,7 @@ class Gaussian:
 def test_what_couples_more_rounds_than_a_group_is_not_amplified() -> None:
     def rate(sampler, noise) -> float:
         plan = ReleasePlan(
-            level="client", sampler=sampler, bound=Gaussian(), noise=noise, rounds=40
+            level="client", sampler=sampler, mechanism=Gaussian(), noise=noise, rounds=40
         )
         return plan.event().law.rate
 
@@ -323,7 +325,7 @@ def test_coefficients_that_are_none_are_refused(noise, said) -> None:
         ReleasePlan(
             level="client",
             sampler=Cyclic(5, population=9),
-            bound=Gaussian(),
+            mechanism=Gaussian(),
             noise=noise,
             rounds=20,
         ).event()

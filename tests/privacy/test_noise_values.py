@@ -24,7 +24,7 @@ def test_a_plans_event_counts_every_release_of_a_round() -> None:
     plan = plan_of(Clipping(1.0), Independent(1.1), 5)
     plan = replace(plan, sampler=cohort, releases=2)
     assert plan.event().times(20) == Event.of(cohort, 1.1, count=40)
-    assert not replace(plan, bound=NoPrivacy(), noise=Independent(0.0)).event().private
+    assert not replace(plan, mechanism=NoPrivacy(), noise=Independent(0.0)).event().private
 
 
 @pytest.mark.parametrize("multiplier", [-0.1, float("nan")])

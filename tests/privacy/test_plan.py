@@ -29,9 +29,13 @@ class Bounded:
     guarantee: Literal["gaussian", "none"] = "gaussian"
 
 
-def plan_of(sampler, *, level="client", z=1.1, bound=None, **settings) -> ReleasePlan:
+def plan_of(sampler, *, level="client", z=1.1, mechanism=None, **settings) -> ReleasePlan:
     return ReleasePlan(
-        level=level, sampler=sampler, bound=bound or Bounded(), noise=Independent(z), **settings
+        level=level,
+        sampler=sampler,
+        mechanism=mechanism or Bounded(),
+        noise=Independent(z),
+        **settings,
     )
 
 
@@ -146,7 +150,7 @@ def test_neighbours_of_examples_are_zero_out_and_nothing_else(sampler) -> None:
         (plan_of(Poisson(1.0, 9)), False),
         (plan_of(Full(9)), False),
         (plan_of(Poisson(0.1, 9), z=0.0), False),
-        (plan_of(Poisson(0.1, 9), bound=Bounded("none")), False),
+        (plan_of(Poisson(0.1, 9), mechanism=Bounded("none")), False),
         (examples_of(ShuffledPasses(3, 9)), False),
         (examples_of(Poisson(0.1, 9, adjacency="zero-out")), True),
     ],
@@ -156,7 +160,7 @@ def test_a_draw_is_secret_only_where_a_private_event_counts_on_it(plan, amplifie
 
 
 @pytest.mark.parametrize(
-    ("bound", "level", "words"),
+    ("mechanism", "level", "words"),
     [
         (NoPrivacy(), "client", "noise.{} is 1.0; it must be unset with NoPrivacy (mech"),
         (
@@ -172,25 +176,27 @@ def test_a_draw_is_secret_only_where_a_private_event_counts_on_it(plan, amplifie
         ),
     ],
 )
-def test_noise_that_protects_nobody_is_refused_with_the_bounds_reason(bound, level, words) -> None:
+def test_noise_that_protects_nobody_is_refused_with_the_bounds_reason(
+    mechanism, level, words
+) -> None:
     sampler = Poisson(0.1, 100, adjacency="zero-out")
     with pytest.raises(FedsimError, match=re.escape(words.format("multiplier"))):
-        plan_of(sampler, z=1.0, bound=bound, level=level)
-    unnoised = plan_of(sampler, z=0.0, bound=bound, level=level, rounds=3)
+        plan_of(sampler, z=1.0, mechanism=mechanism, level=level)
+    unnoised = plan_of(sampler, z=0.0, mechanism=mechanism, level=level, rounds=3)
     with pytest.raises(FedsimError, match=re.escape(words.format("target-epsilon"))):
         unnoised.calibrated(1.0, 1e-5)
 
 
 def test_no_noise_is_calibrated_for_a_bound_without_a_guarantee() -> None:
     raw = AdaptiveNoise(unsafe_non_private_raw_statistics=True)
-    plan = plan_of(Full(100), bound=raw, rounds=3)
+    plan = plan_of(Full(100), mechanism=raw, rounds=3)
     with pytest.raises(FedsimError, match=r"AdaptiveNoise .*gives no guarantee with any noise"):
         plan.calibrated(1.0, 1e-5)
 
 
 def test_a_plan_without_noise_or_bound_is_not_private() -> None:
     assert plan_of(Full(9)).private
-    for plan in (plan_of(Full(9), z=0.0), plan_of(Full(9), bound=Bounded("none"))):
+    for plan in (plan_of(Full(9), z=0.0), plan_of(Full(9), mechanism=Bounded("none"))):
         assert not plan.private
         assert plan.epsilon(1e-5, after_round=1) == float("inf")
 
@@ -235,7 +241,7 @@ def test_impossible_work_gets_a_sentence(settings, named) -> None:
     [
         ({"rounds": 0}, "rounds is 0; it must be at least 1"),
         ({"releases": 0}, "releases is 0; it must be at least 1"),
-        ({"bound": 3}, "bound is 3; it must be a mechanism of fedsim.mechanisms"),
+        ({"mechanism": 3}, "mechanism is 3; it must be one of fedsim.mechanisms"),
     ],
 )
 def test_a_plan_of_nothing_or_without_a_bound_is_refused(changes, words) -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from fedsim.cohorts import CyclicCohort, FullCohort, PoissonCohort, SeparatedCohort
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
+from fedsim.privacy import DeclaredMechanism, Independent, Ledger, ReleasePlan
 from fedsim.privacy.noise.banded import Banded
 from fedsim.privacy.placement import CLIENTS
 
 PLAN = ReleasePlan(
     level="client",
     sampler=PoissonCohort(rate=0.5, population=100),
-    bound=DeclaredBound("clipping of theirs", clip_norm=2.0),
+    mechanism=DeclaredMechanism("clipping of theirs", clip_norm=2.0),
     noise=Independent(2.0),
     rounds=5,
 )
@@ -35,7 +35,7 @@ def test_a_release_is_on_the_disk_before_it_is_made(tmp_path: Path) -> None:
     )
     words = str(Ledger.read(path).statement(1e-5))
     assert "as the user declares" in words
-    assert "the bound, which is not fedsim's own" in words
+    assert "the mechanism, which is not fedsim's own" in words
     assert "The server sees the clients' updates before the noise, and is trusted." in words
 
 
@@ -43,7 +43,7 @@ def test_the_server_is_an_adversary_where_a_node_adds_its_noise_itself(tmp_path:
     plan = ReleasePlan(
         level="client",
         sampler=FullCohort(1, adjacency="replace-one"),
-        bound=DeclaredBound("clipping in a mod", 1.0),
+        mechanism=DeclaredMechanism("clipping in a mod", 1.0),
         noise=Independent(8.0),
         placement=CLIENTS,
     )
@@ -94,7 +94,7 @@ def test_a_plan_whose_rounds_share_noise_is_charged_once_and_each_repetition_mor
     plan = ReleasePlan(
         level="client",
         sampler=CyclicCohort(groups=4, population=100),
-        bound=DeclaredBound("clipping of theirs", clip_norm=1.0),
+        mechanism=DeclaredMechanism("clipping of theirs", clip_norm=1.0),
         noise=Banded(4.0),
         rounds=8,
     )
@@ -109,19 +109,19 @@ def test_a_plan_whose_rounds_share_noise_is_charged_once_and_each_repetition_mor
 
 
 def test_a_declared_bound_has_a_length() -> None:
-    with pytest.raises(FedsimError, match=r"bound\.clip-norm"):
-        DeclaredBound("of theirs", clip_norm=-1.0)
+    with pytest.raises(FedsimError, match=r"mechanism\.clip-norm"):
+        DeclaredMechanism("of theirs", clip_norm=-1.0)
 
 
 ALONE = """
 import sys
 from fedsim.cohorts import PoissonCohort
-from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan, calibrate
+from fedsim.privacy import DeclaredMechanism, Independent, Ledger, ReleasePlan, calibrate
 sampler = PoissonCohort(rate=0.1, population=1000)
 z = calibrate(target_epsilon=2.0, cohort=sampler, rounds=10, delta=1e-5)
 plan = ReleasePlan(
-    level="client", sampler=sampler, bound=DeclaredBound("theirs", 1.0), noise=Independent(z),
-    rounds=10,
+    level="client", sampler=sampler, mechanism=DeclaredMechanism("theirs", 1.0),
+    noise=Independent(z), rounds=10,
 )
 ledger = Ledger(sys.argv[1], delta=1e-5)
 for number in range(1, 11):

@@ -288,7 +288,7 @@ class Mine(Poisson):
 def test_a_users_sampler_is_declared_unless_its_event_follows_from_its_probabilities():
     def declared(sampler: Sampler) -> list[str]:
         plan = ReleasePlan(
-            level="client", sampler=sampler, bound=Clipping(1.0), noise=Independent(1.0)
+            level="client", sampler=sampler, mechanism=Clipping(1.0), noise=Independent(1.0)
         )
         return plan.user_parts
 

@@ -123,7 +123,7 @@ def test_a_plan_of_correlated_rounds_and_one_without_noise_have_their_price() ->
     plan = ReleasePlan(
         level="client",
         sampler=Cyclic(4, population=100),
-        bound=Clipping(1.0),
+        mechanism=Clipping(1.0),
         noise=Banded(6.0),
         rounds=12,
     )

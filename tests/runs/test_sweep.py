@@ -83,7 +83,7 @@ class Leaning(SGD):
     reach: float = 0.0
 
     def for_run(self, facts):
-        return replace(self, reach=facts.bound.clip_norm)
+        return replace(self, reach=facts.mechanism.clip_norm)
 
     def step(self, state, gradient, at):
         super().step(state, gradient, at)

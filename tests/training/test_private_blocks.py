@@ -18,7 +18,6 @@ from fedsim.clients import SGD, AdadpLR
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
-    Bound,
     Clipping,
     CoordinateClipping,
     Mechanism,
@@ -28,6 +27,7 @@ from fedsim.mechanisms import (
     QuantileClipping,
     Release,
     Releaser,
+    SimpleMechanism,
 )
 from fedsim.mechanisms.base import BoundedRows
 from fedsim.privacy import Independent
@@ -40,7 +40,7 @@ from fedsim.training.probe import Probe
 
 
 @dataclasses.dataclass(frozen=True)
-class Largest(Bound):
+class Largest(SimpleMechanism):
     """Somebody's own bound, which knows no factors: the largest entry becomes C / sqrt(d)."""
 
     clip_norm: float

@@ -5,7 +5,7 @@ from nvflare.apis.dxo import DataKind
 from nvflare.apis.dxo_filter import DXOFilter
 
 from fedsim.cohorts import FullCohort
-from fedsim.privacy import DeclaredBound, Independent, Ledger, ReleasePlan
+from fedsim.privacy import DeclaredMechanism, Independent, Ledger, ReleasePlan
 
 
 class ChargedFilter(DXOFilter):
@@ -27,7 +27,7 @@ class ChargedFilter(DXOFilter):
         plan = ReleasePlan(
             level="client",
             sampler=FullCohort(1, adjacency="replace-one"),
-            bound=DeclaredBound("clipping in a filter", self.clip_norm),
+            mechanism=DeclaredMechanism("clipping in a filter", self.clip_norm),
             noise=Independent(self.multiplier),
         )
         norm = np.sqrt(sum(np.square(move).sum() for move in dxo.data.values()))

@@ -187,7 +187,7 @@ class ServerSum:
         counts = None if counts is None else counts[ids]
         self.tally = Tally(ids, absent=recipients.absent)
         assert self.instructions.layout is not None  # since it is no evaluation
-        weighs = self.plan.bound.weighting == "num-examples"
+        weighs = self.plan.mechanism.weighting == "num-examples"
         self.summing = Summing(
             self.plan,
             self.instructions.layout,
@@ -354,5 +354,5 @@ class RobustAggregation(ServerSum):
             return release
         order = torch.tensor(self._client_ids).argsort()
         rows = torch.cat(self._rows)
-        assert isinstance(self.plan.bound, RobustMean)
-        return replace(release, mean=self.plan.bound.center(rows[order.to(rows.device)]))
+        assert isinstance(self.plan.mechanism, RobustMean)
+        return replace(release, mean=self.plan.mechanism.center(rows[order.to(rows.device)]))

@@ -52,9 +52,9 @@ class ShareSum(ServerSum):
         assert isinstance(plan.placement, NoiseShares)
         self.share_count = plan.placement.share_count(self.summing.asked)
         self.share_request = ShareRequest(
-            plan.bound, plan.noise, plan.denominator, self.share_count, release
+            plan.mechanism, plan.noise, plan.denominator, self.share_count, release
         )
-        self._bounding = plan.bound.bounding_state(self.state, self.summing.layout)
+        self._bounding = plan.mechanism.bounding_state(self.state, self.summing.layout)
         self.instructions = replace(
             self.instructions,
             config=ConfigRecord({**self.instructions.config, **self.share_request.entries()}),

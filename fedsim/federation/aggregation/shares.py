@@ -91,7 +91,7 @@ class ShareRequest:
 
     Attributes
     ----------
-    bound, noise, denominator
+    mechanism, noise, denominator
         As in the round's release plan.
     share_count : int
         Number of shares into which the noise is divided: each has variance
@@ -100,15 +100,15 @@ class ShareRequest:
         Release digest that keys the shares' noise together with the seed; empty without one.
     """
 
-    bound: Mechanism
+    mechanism: Mechanism
     noise: Noise
     denominator: float
     share_count: int
     release: str = ""
 
     @classmethod
-    def read(cls, entries: Mapping[str, object], bound: Mechanism) -> ShareRequest:
-        """Read a request from a message's config entries, with the client's own bound.
+    def read(cls, entries: Mapping[str, object], mechanism: Mechanism) -> ShareRequest:
+        """Read a request from a message's config entries, with the client's own mechanism.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class ShareRequest:
             _number(entries, "share-denominator"),
             _int(entries, "share-asked"),
         )
-        return cls(bound, noise, denominator, share_count, str(entries["share-release"]))
+        return cls(mechanism, noise, denominator, share_count, str(entries["share-release"]))
 
     def entries(self) -> dict[str, float | int | str]:
         """The config entries from which `read` makes the same request."""
@@ -196,8 +196,10 @@ def make_shares(
         longer than the bound for which its noise is scaled.
     """
     # The strategy refuses this too, but a client does not rely on the server's checks.
-    CLIENTS.check_noise(request.bound, request.noise)
-    _require_state(bounding, request.bound.bounding_state(request.bound.init(layout), layout))
+    CLIENTS.check_noise(request.mechanism, request.noise)
+    _require_state(
+        bounding, request.mechanism.bounding_state(request.mechanism.init(layout), layout)
+    )
     n = len(block)
     releaser = Releaser([request] * n, layout, device=block.device)
     total = releaser.start_bounding(

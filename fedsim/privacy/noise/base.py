@@ -75,7 +75,7 @@ class Noise(ABC):
     def correlated(self) -> bool:
         """Whether the noise of one round depends on draws of others.
 
-        The guarantee is then one of the whole plan in units of one C, so that bounds whose C or
+        The guarantee is then one of the whole plan in units of one C, so that mechanisms whose C or
         coordinates change over rounds are refused.
         """
         return False

@@ -188,7 +188,7 @@ def _shared_work_key(run: SweepRun) -> tuple[object, ...]:
     frozen = config.model.trainable or config.adapter.name != "none"
     return (
         config.protects,  # it decides which examples are usable, and how classes are counted
-        # If `for_run` changed the algorithm, it may depend on the bound of the run's updates.
+        # If `for_run` changed the algorithm, it may depend on the mechanism of the run's updates.
         "" if trained_by == client.make() else str(config.mechanism.to_tree()),
         config.seed if frozen else None,
         *(setting for setting in training_settings(config) if setting[0] not in free),

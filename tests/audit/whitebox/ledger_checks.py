@@ -59,7 +59,7 @@ def other_event(run: Observation, planned: ReleasePlan[Any]) -> str | None:
         if entry.event != (expected := planned.charge(number)):
             return f"round {number} says {_words(entry.event)}, not {_words(expected)}"
         # A line may name a round that the run did not make; it then has no clip norm.
-        plan = ", C = ".join(map(str, [planned.bound, *run.clip_norms[number - 1 : number]]))
+        plan = ", C = ".join(map(str, [planned.mechanism, *run.clip_norms[number - 1 : number]]))
         if (line := f"{entry.mechanism}, C = {entry.clip_norm}") != plan:
             return f"round {number} says {line}, not {plan}"
     return None

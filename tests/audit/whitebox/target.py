@@ -132,7 +132,7 @@ class Target(ABC):
     @property
     def mechanism(self) -> Mechanism:
         """The bound on rows."""
-        mechanism: Mechanism = self.plan.bound
+        mechanism: Mechanism = self.plan.mechanism
         return mechanism
 
     @property
@@ -296,7 +296,7 @@ class StrategyTarget(Target):
         moves = np.zeros((self.rounds, layout.d))
         statistics: list[Mapping[str, float]] = []
         charged: list[int] = []
-        states: list[State] = [strategy.plan.bound.init(layout)]
+        states: list[State] = [strategy.plan.mechanism.init(layout)]
         numbers: list[Mapping[str, Floats]] = []
         recording = _RecordingGrid(clients, strategy.run) if outputs else None
         grid = grid or recording or LocalGrid(clients)
@@ -333,7 +333,7 @@ class StrategyTarget(Target):
             entries=tuple(strategy.ledger.entries),
             charged=charged,
             states=states[:-1] or states,
-            clip_norms=[strategy.plan.bound.sensitivity(before, layout) for before in states],
+            clip_norms=[strategy.plan.mechanism.sensitivity(before, layout) for before in states],
             ended=strategy.stopped or "" if error is None else f"{type(error).__name__}: {error}",
             error=error,
             delta=strategy.delta,

@@ -146,7 +146,9 @@ def test_noise_on_a_robust_mean_is_refused_with_the_reason() -> None:
     assert not RunConfig.parse({"mechanism": {"name": "trimmed-mean", "trim": 0.2}}).private
 
 
-@pytest.mark.parametrize("wrap", [PerLayer, lambda bound: PrivateScalar(bound, "loss", 1.0)])
+@pytest.mark.parametrize(
+    "wrap", [PerLayer, lambda mechanism: PrivateScalar(mechanism, "loss", 1.0)]
+)
 def test_a_robust_mean_is_part_of_nothing_else(wrap) -> None:
     with pytest.raises(FedsimError, match=r"mechanism\.per-layer and mechanism\.private-scalar"):
         train(wrap(Median()))
