@@ -85,7 +85,7 @@ class RunState:
     release : str
         Digest of all that determines what the run releases; a resumed run's must be the same.
     examples : mapping
-        The `End` of the ledger of clients' examples.
+        The `LedgerPosition` of the ledger of clients' examples.
     data : mapping
         `data_shape` of the run's data.
     metrics_length : int
