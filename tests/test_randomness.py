@@ -85,7 +85,7 @@ def test_the_operating_systems_draws_are_never_repeated():
 
 def test_a_first_time_is_watched_and_asking_again_is_not(monkeypatch):
     seen: list[Address] = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(seen.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(seen.append))
     source = Randomness(3)
     first = source.generator(Purpose.NOISE, level="client", round=2)
     again = source.for_replay().generator(Purpose.NOISE, level="client", round=2)

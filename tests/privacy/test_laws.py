@@ -166,5 +166,5 @@ def test_a_users_law_is_declared_whoever_writes_it_down():
     ledger.record(Entry(event=Event(noise_multiplier=1.1, law=Own()), round=2))
     statement = ledger.statement()
     assert statement.declared_by_user
-    assert "declared by the user" in statement.words
+    assert "declared by the user" in statement.epsilon_label
     assert "Declared by the user: that the sampler" in str(statement)

@@ -226,14 +226,14 @@ def test_a_chain_proves_nothing_against_forgers_but_its_head_does(path):
         forged.append(text)
     path.write_bytes(b"".join(forged))
     assert Ledger(path, delta=DELTA).epsilon() < spent(3)
-    assert Ledger(path).end != end
+    assert Ledger(path).position != end
     with pytest.raises(FedsimError, match="does not continue the checkpoint's"):
         Ledger(path).check_extends(end)
 
 
 def test_a_ledger_is_restored_where_it_continues_a_checkpoint(path):
     written(path, 2)
-    end = Ledger(path).end
+    end = Ledger(path).position
     assert end.lines == 3
     ledger = Ledger(path)
     ledger.record(Entry(**release(3)))

@@ -76,7 +76,7 @@ def test_cut_at_any_byte_it_holds_its_complete_lines_and_goes_on(
         read = Ledger.read(path, delta=DELTA)
         assert read.heads == whole.heads[:complete]
         assert path.read_bytes() == data[:cut]  # a reader changes nothing
-        end = Ledger.read(path).end
+        end = Ledger.read(path).position
         for more in (complete, complete + 1):  # what a checkpoint or manifest may count
             assert (
                 read.extends(LedgerPosition(whole.heads[more - 1 : more][0], more))
@@ -212,7 +212,7 @@ def test_equal_runs_have_equal_heads_and_a_log_killed_and_resumed_too(
     for number in (1, 2, 3, 4):
         other.record(*entries_of(number, run="another id"))
         if number == 2:
-            checkpoint = other.end
+            checkpoint = other.position
     resumed = Ledger(tmp_path / "two")
     resumed.resume(checkpoint, "another id")
     assert len(resumed.lines) == 3

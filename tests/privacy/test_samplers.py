@@ -214,7 +214,7 @@ def test_a_pass_takes_everybody_once_and_passes_differ():
 
 def test_steps_of_a_round_and_rounds_have_addresses_of_their_own(monkeypatch):
     seen: list[Address] = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(seen.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(seen.append))
     for sampler in (Poisson(0.3, 20), Weighted(20, 0.5), FixedSize(3, 20)):
         seen.clear()
         for t in range(3):
@@ -269,7 +269,7 @@ class Allocation:
 
 def test_a_sampler_may_look_back_at_earlier_draws(monkeypatch):
     seen: list[Address] = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(seen.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(seen.append))
     rounds = {n: [Allocation(3, 8, n).draw(t, draws(1)) for t in range(1, 9)] for n in (20, 21)}
     assert (np.bincount(np.concatenate(rounds[20])) == 3).all()
     for before, after in zip(rounds[20], rounds[21], strict=True):
