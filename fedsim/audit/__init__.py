@@ -4,7 +4,8 @@ There is one attack engine, `target_audit`: a target is run on synthetic federat
 with and without one row, and what it releases is compared with the trade-off curve of its `claim`
 (`attacks`, `two_world`) and with what its noise and samples should be (`noise_checks`,
 `sampling_checks`). `config_audit` makes a target of a config, and adds the checks of what a user
-wrote: its bound, sampler, noise, rows and ledger. `adapters` has ready targets of other packages.
+wrote: its mechanism, sampler, noise, rows and ledger. `adapters` has ready targets of other
+packages.
 """
 
 from __future__ import annotations

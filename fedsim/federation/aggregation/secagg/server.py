@@ -89,7 +89,7 @@ class SecureSum(ShareSum):
     def _protocol(self) -> Stages:
         """Run the stages in order; each yields its messages and receives the replies.
 
-        Ends with the unmasked sum added to `total`, or with `lost` set.
+        Ends with the unmasked sum added to `total`, or with `why_lost` set.
         """
         instructions, node_of = self.instructions, self.instructions.recipients.node_of
         # The nonce separates attempts at a round: keys, sealed shares and masks of one attempt are
