@@ -169,13 +169,13 @@ def released(gamma: float, z: float, draws: int) -> tuple[Tensor, Tensor, Tensor
     """
     rows, mean, s = gradients(draws)
     mechanism = AdaClip(1.0, gamma=gamma, h2=1.0)
-    ready = mechanism.ready({"m": mean, "s": s})
-    whitened = (rows - mean) * ready["scale"]
+    round_state = mechanism.round_state({"m": mean, "s": s})
+    whitened = (rows - mean) * round_state["scale"]
     lengths = torch.linalg.vector_norm(whitened, dim=1)
     bounded = whitened * (1 / lengths).clamp(max=1.0)[:, None]
     noise = np.random.Generator(np.random.Philox(key=2)).standard_normal(rows.shape)
-    silent = mechanism.restore(bounded, ready)
-    noisy = mechanism.restore(bounded + z * torch.from_numpy(noise), ready)
+    silent = mechanism.restore(bounded, round_state)
+    noisy = mechanism.restore(bounded + z * torch.from_numpy(noise), round_state)
     return rows, silent, noisy, s, float((lengths > 1).double().mean())
 
 
@@ -201,8 +201,8 @@ def variances(gamma: float, z: float, draws: int) -> Result:
     mechanism = AdaClip(1.0, gamma=gamma, h1=1e-60, h2=1e60, beta2=0.0, clamp="post")
     _, _, noisy, s, clipped = released(gamma, z, draws)
     _, mean, _ = gradients(1)
-    ready = mechanism.ready({"m": mean, "s": s})
-    estimates = (noisy - mean).square() - (z * ready["b"]).square()
+    round_state = mechanism.round_state({"m": mean, "s": s})
+    estimates = (noisy - mean).square() - (z * round_state["b"]).square()
     return {
         "closed": float(s.square().sum()),
         "measured": float(estimates.sum(1).mean()),
