@@ -16,7 +16,13 @@ from fedsim.registry import register
 class Clipping(ScalingMechanism):
     """``u * min(1, C / ||u||)`` (Abadi et al. 2016; McMahan et al. 2018).
 
-    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed.
+    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed, for any row::
+
+        norm 0                        the row, 0
+        norm at most C                the row
+        norm above C, however large   C in norm, in the row's direction
+        an entry NaN or infinite      0
+        C = 0, C = inf                refused: C is from 1e-30 to 1e9
 
     Examples
     --------

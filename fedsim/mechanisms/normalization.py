@@ -21,7 +21,12 @@ class Normalization(ScalingMechanism):
     Without it, even a row of rounding errors is scaled to norm C.
 
     Guarantee: the sum changes by at most C in L2 norm when a row is added or removed. By how much
-    does not depend on the row's length.
+    does not depend on the row's length. For any row::
+
+        norm 0                        0
+        any other norm, however small C in norm, or C norm / (norm + smoothing)
+        an entry NaN or infinite      0
+        C = 0, C = inf                refused: C is from 1e-30 to 1e9
     """
 
     clip_norm: Annotated[float, NORM] = 1.0

@@ -84,6 +84,16 @@ class NoisySum(Protocol):
 class Releaser:
     """Bounds, sums and noises the rows of one owner, or of n independent owners.
 
+    The rounds that it serves; parameters and state are public, sums and sources secret::
+
+        releaser, state = Releaser(plan, layout), plan.bound.init(layout)
+        for number in range(1, plan.rounds + 1):
+            total = releaser.start(state)  # empty
+            for rows in blocks(vector, number):
+                total.add(rows)  # bounds and adds them: exactly, so in any order, on any worker
+            release = releaser.release(total, source_of(number))  # noise once, then the denominator
+            vector, state = vector + release.mean, release.state
+
     Guarantee: if the mechanism's `guarantee` is "gaussian" and the noise is independent, each
     owner's release is one Gaussian of ``noise.multiplier`` on a sum to which a row adds at most
     the mechanism's C, all segments and scalars together. A releaser has no state: a round may be

@@ -259,6 +259,15 @@ class RunProgress(NamedTuple):
 class Ledger:
     """Record of all releases, written before each of them; gives epsilon at any time.
 
+    A loop that writes one; its lines are public, and depend on no row::
+
+        ledger = Ledger("ledger.jsonl", delta=1e-5, max_epsilon=8.0)
+        for number in range(1, rounds + 1):
+            total = bounded_sum(sampled(number))  # secret
+            with ledger.release(plan, number):  # locked: budget, line, sync; or BudgetSpentError
+                model += noisy_mean(total)  # only now may anything leave
+        print(ledger.epsilon(), ledger.statement())  # from the lines alone
+
     A ledger at client level has one owner, all clients together; one at example level has an owner
     for each client, whose data are disjoint, so that its epsilon is that of the client that has
     spent most. It implements Flower's ``flwr.serverapp.PrivacyAccountant`` protocol, so that

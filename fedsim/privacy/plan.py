@@ -120,6 +120,21 @@ MechanismT = TypeVar("MechanismT", bound=MechanismLike, covariant=True)
 class ReleasePlan(Generic[MechanismT]):
     """Sampler, mechanism and noise in one value: what is released, and at what privacy cost.
 
+    A loop that releases by a plan, and what its guarantee takes as public::
+
+        plan = ReleasePlan(
+            level="client",  # whose rows
+            sampler=Poisson(rate=0.1, population=1000),  # these; not who is sampled
+            bound=Clipping(1.0),  # C; not a row, nor its norm
+            noise=Independent(1.1),  # the multiplier; not a draw
+            rounds=100,  # before the first, if the plan is closed
+        )
+        for number in range(1, 101):
+            rows = train(model, plan.sampler.draw(number, draws))  # secret
+            with ledger.release(plan, number):  # plan.charge(number) is on disk, or refused
+                mean = (sum(map(bounded, rows)) + noise) / plan.denominator
+            model += mean  # public, as is all that follows from it
+
     It is made once, from a config or a strategy's keywords, and passed whole to the strategy, the
     releaser, the workers that sum blocks, and the ledger.
 

@@ -39,6 +39,17 @@ from fedsim.training.steps import Stepper
 class Trainer:
     """Trains clients, with their data and algorithm, block by block.
 
+    The rounds that it serves, here by hand; parameters are public, blocks of rows secret::
+
+        trainer = Trainer(model, SGD(lr=0.1), data, randomness=Randomness(seed))
+        releaser, vector = Releaser(plan, trainer.layout), trainer.initial()
+        for number in range(1, plan.rounds + 1):
+            total = releaser.start({})
+            for block in trainer.train(vector, plan.sampler.draw(number, draws), number):
+                total.add(DenseRows(block.rows))  # a row a client: w_client - w_global
+            with ledger.release(plan, number):
+                vector = vector + releaser.release(total, source_of(number)).mean
+
     Parameters
     ----------
     model : nn.Module
