@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tomli_w
 
@@ -19,6 +19,7 @@ from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
 from fedsim.config.devices import DevicesSection
+from fedsim.config.implied import drop_implied, implied_values
 from fedsim.config.privacy_sections import (
     EvaluateSection,
     MechanismSection,
@@ -106,9 +107,18 @@ class RunConfig(ConfigTable):
     stop: Annotated[StopSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
     log: Annotated[LogSection, OUTSIDE_RELEASE, OUTSIDE_TRAINING]
     engine: Annotated[EngineSection, OUTSIDE_RELEASE]
+    implied: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Tables and keys that have one legal value beside what is chosen, and were not set."""
 
     def __init__(self, /, **tree: Any) -> None:
-        super().__init__(**tree)
+        given, implied = dict(tree), []
+        for table, key, value in implied_values(tree):
+            inner = given.get(table, {})
+            if isinstance(inner, Mapping) and key not in inner:
+                given[table] = {**inner, key: value}
+                implied.append((table, key))
+        super().__init__(**given)
+        object.__setattr__(self, "implied", tuple(implied))
         check_rules(self)
 
     @classmethod
@@ -169,7 +179,10 @@ class RunConfig(ConfigTable):
         settings are dropped if they are at their defaults. If a change unsets a key, keys that need
         it are dropped.
         """
-        return self._with_changes(self.to_tree(), changes)
+        tree = self.to_tree()
+        for table, key in self.implied:
+            del tree[table][key]
+        return self._with_changes(tree, changes)
 
     @classmethod
     def _with_changes(cls, tree: dict[str, Any], changes: Mapping[str, Any]) -> RunConfig:
@@ -177,6 +190,8 @@ class RunConfig(ConfigTable):
         drop_ineffective(cls, tree, changes)
         for key, value in changes.items():
             _assign(tree, key, value)
+        if changes.keys() & {"client.name", "model.personal"}:
+            drop_implied(tree, changes)
         return cls.parse(tree)
 
     def to_tree(self) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def resolve(
         out=out,
         data=data,
         model=model,
-        notes=notes,
+        notes=(*notes, *_implied(config)),
         initial_arrays=arrays,
         plan=plan,
         trainer=trainer,
@@ -168,6 +168,17 @@ def resolve(
             up=trainer.row_layout.d * trainer.layout.dtype.itemsize,
         ),
     )
+
+
+def _implied(config: RunConfig) -> list[str]:
+    """A sentence for each key that takes its only legal value."""
+    chosen = f"client.name = '{config.client.name}'"
+    if config.model.personal:
+        chosen += f" with model.personal = '{config.model.personal}'"
+    return [
+        f"{table}.{key} is '{getattr(getattr(config, table), key)}', as {chosen} needs."
+        for table, key in config.implied
+    ]
 
 
 def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> RunConfig:

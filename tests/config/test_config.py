@@ -18,6 +18,7 @@ from fedsim.config.describe import flower_table
 from fedsim.config.tables import Choice, ConfigTable, is_table
 from fedsim.config.values import read_value
 from fedsim.errors import FedsimError
+from fedsim.runs.resolve import resolve
 from fedsim.settings import Constraint, Ge, Le, NamesPath, allowed, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -345,3 +346,35 @@ def test_a_name_is_no_option_of_a_command() -> None:
     assert RunConfig.of(["name=a-rf"]).name == "a-rf"
     with pytest.raises(FedsimError, match=r"name = '-rf'; it must be .* nor '-' first"):
         RunConfig.of(["name=-rf"])
+
+
+def test_a_key_with_one_legal_value_takes_it_unless_it_is_set() -> None:
+    scaffold = RunConfig.parse({"client": {"name": "scaffold"}})
+    assert (scaffold.client.state, scaffold.mechanism.weighting) == ("client", "uniform")
+    assert scaffold.implied == (("client", "state"), ("mechanism", "weighting"))
+    # It is implied, not chosen: with another algorithm it is the default again, and the other way.
+    sgd = scaffold.replace(**{"client.name": "sgd"})
+    assert sgd == RunConfig.parse({})
+    assert not sgd.implied
+    assert sgd.replace(**{"client.name": "scaffold"}) == scaffold
+    kept = RunConfig.parse({"client": {"state": "client"}}).replace(**{"client.lr": 0.5})
+    assert kept.client.state == "client"
+    assert not kept.implied
+    # What is set is not changed; the trainer refuses it.
+    assert RunConfig.parse({"client": {"name": "ditto", "state": "reset"}}).client.state == "reset"
+    assert RunConfig.from_run_config(scaffold.to_run_config()) == scaffold
+
+
+@pytest.mark.parametrize("name", registry.names("client"))
+def test_every_algorithm_runs_by_its_name_alone_or_names_a_key_with_several_values(
+    name: str,
+) -> None:
+    config = RunConfig.parse({"client": {"name": name}, "partition": {"clients": 4}})
+    if name == "fedrep":
+        with pytest.raises(FedsimError, match=r"model\.personal is empty"):
+            resolve(config)
+        evaluated = {"evaluate.every": 0, "model.personal": "*.weight"}
+        assert resolve(config.replace(**evaluated)).config.client.state == "client"
+    else:
+        notes = resolve(config).notes
+        assert len(notes) == len(config.implied)
