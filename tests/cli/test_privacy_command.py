@@ -165,7 +165,7 @@ def test_what_is_the_users_own_is_said_before_a_run_too(config, tmp_path, monkey
     assert "Declared by the user: that the sampler" in said
     bound = ("--set", "mechanism.name=believed:Tight", "--set", "mechanism.clip-norm=")
     said = ask(config, *bound)
-    assert "Declared by the user: that the bound" in said
+    assert "Declared by the user: that the mechanism" in said
 
 
 def test_options_replace_what_a_config_says(config):

@@ -107,7 +107,7 @@ def test_a_bound_of_the_users_own_is_declared_by_the_user_wherever_it_stands() -
     listed = PerLayer([("*", Unbounded())])
     for mechanism in (Unbounded(), PerLayer(Unbounded()), PerLayer((("*", Unbounded()),)), listed):
         said = str(strategy_after(cohort, mechanism).privacy_statement())
-        assert "Declared by the user: that the bound" in said
+        assert "Declared by the user: that the mechanism" in said
     for mechanism in (PerLayer(Clipping(1.0)), Clipping(np.float64(1.0))):
         assert SAID not in str(strategy_after(cohort, mechanism).privacy_statement())
 
