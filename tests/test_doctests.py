@@ -23,7 +23,7 @@ MODULES = [
 def with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run of two rounds, as in the examples."""
     directory = tmp_path_factory.mktemp("examples")
-    config = RunConfig.of(["rounds=2", "partition.clients=20"])
+    config = RunConfig.from_overrides(["rounds=2", "partition.clients=20"])
     fedsim.run(config, out=directory / "runs" / "digits")
     return directory
 

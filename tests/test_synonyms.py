@@ -52,7 +52,11 @@ SAID = {
 def test_what_other_libraries_say_leads_to_the_key_or_the_value(override: str) -> None:
     key, _, value = override.partition("=")
     # Any name of data may be a path, until it is looked for.
-    read = partial(load, value) if key == "data.name" else partial(RunConfig.of, [override])
+    read = (
+        partial(load, value)
+        if key == "data.name"
+        else partial(RunConfig.from_overrides, [override])
+    )
     with pytest.raises(FedsimError) as error:
         read()
     assert SAID[override] in str(error.value)
@@ -68,7 +72,7 @@ def test_a_synonym_of_a_key_leads_to_keys_that_there_are(word: str) -> None:
     if path in known:  # it is a key, in this table
         return
     with pytest.raises(FedsimError, match="did you mean"):
-        RunConfig.of([f"{path}=1"])
+        RunConfig.from_overrides([f"{path}=1"])
 
 
 @pytest.mark.parametrize(("kind", "word"), [(kind, word) for kind in NAMES for word in NAMES[kind]])

@@ -88,7 +88,7 @@ def _dataset(
     for split, column in zip(splits, owners, strict=False):
         split["owner"] = column
     size = OTHER + 1
-    return Dataset.of(name, *splits, classes=size, vocabulary=size, source=name)
+    return Dataset.from_arrays(name, *splits, classes=size, vocabulary=size, source=name)
 
 
 class CausalAttention(nn.Module):

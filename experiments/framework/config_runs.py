@@ -27,7 +27,7 @@ from experiments.framework.base import (
 )
 from experiments.framework.spread import mean_text, over_seeds
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.tables import Choice, ConfigTable
+from fedsim.config.tables import ConfigTable, ObjectTable
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.reports.verification import verify_run
@@ -236,7 +236,7 @@ def chosen(config: RunConfig) -> dict[str, Scalar]:
 
 def _defaults(table: ConfigTable) -> Iterator[tuple[str, Any]]:
     """Each dotted key of a table and of its tables and choices, with its default."""
-    own = table.declared_settings(table.chosen) if isinstance(table, Choice) else ()
+    own = table.declared_settings(table.chosen) if isinstance(table, ObjectTable) else ()
     for setting in (*settings_of(table), *own):
         value = getattr(table, setting.name)
         if isinstance(value, ConfigTable):

@@ -127,7 +127,9 @@ def _engine_keys(overrides: Iterable[str]) -> dict[str, Scalar]:
                 f"--set {text}; it must be engine.KEY=VALUE, which no result depends on: what an "
                 "experiment is made of stands in its directory."
             )
-    changed, defaults = (RunConfig.of(texts).to_run_config() for texts in (overrides, ()))
+    changed, defaults = (
+        RunConfig.from_overrides(texts).to_run_config() for texts in (overrides, ())
+    )
     return {key: value for key, value in changed.items() if value != defaults.get(key)}
 
 

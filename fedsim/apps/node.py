@@ -70,7 +70,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     settings = config.data
     # Settings of data.name = "files" apply to each client's file, except the columns and types of
     # a table if this client's file holds arrays.
-    declared = settings.own if settings.registered(settings.name) == "files" else {}
+    declared = settings.object_settings if settings.registered(settings.name) == "files" else {}
     if not is_table(Path(file)):
         declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
     protected = config.protects

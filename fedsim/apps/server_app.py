@@ -68,7 +68,7 @@ def _run(grid: Grid, context: Context) -> None:
         packs=config.engine.name == "deployment",
     )
     text = resolved.config.to_toml()
-    holding = directory.claim(text) if earlier is None else directory.resumed(text)
+    holding = directory.claim(text) if earlier is None else directory.lock_for_resume(text)
     request = directory.stop_request(context.run_id)
     callbacks: dict[str, Callback] = {"log": _Log(), "submitter": _StopRequest(request)}
     distant = remote_callback()

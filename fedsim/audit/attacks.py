@@ -193,7 +193,7 @@ class Observations:
     sampled: Sequence[Sequence[Sequence[int]]]
 
     @classmethod
-    def of(
+    def collect(
         cls, target: Target, claim: ReleaseClaim, federations: Sequence[SyntheticFederation]
     ) -> Observations:
         """Run the target on each federation; rounds of claimed correlated noise are made white."""

@@ -48,7 +48,7 @@ class Claim:
         object.__setattr__(self, "_accountant", Accountant(self.events))
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], delta: float) -> Claim:
+    def from_entries(cls, entries: Iterable[Entry], delta: float) -> Claim:
         """The claim of these lines of a ledger."""
         return cls(tuple(entry.event for entry in entries), delta)
 

@@ -101,7 +101,7 @@ class TargetRelease:
     statistics: Mapping[str, Floats] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, result: Any, federation: SyntheticFederation) -> TargetRelease:
+    def from_result(cls, result: Any, federation: SyntheticFederation) -> TargetRelease:
         """Make it from a target's result: this class, a mapping of its attributes, or the models.
 
         Raises
@@ -225,7 +225,7 @@ def _answer(target: Callable[..., Any], request: dict[str, Any], directory: str)
         request[key] = np.load(request[key])
     request["shapes"] = [tuple(shape) for shape in request["shapes"]]
     federation = SyntheticFederation(**request)
-    release = TargetRelease.of(target(federation), federation)
+    release = TargetRelease.from_result(target(federation), federation)
     path = os.path.join(directory, "models.npy")
     np.save(path, release.models)
     statistics = {key: values.tolist() for key, values in release.statistics.items()}

@@ -55,7 +55,9 @@ class NoiseSample:
     sizes: Floats | None = None
 
     @classmethod
-    def of(cls, z: Floats, layers: Sequence[slice], sizes: Floats | None = None) -> NoiseSample:
+    def from_noise(
+        cls, z: Floats, layers: Sequence[slice], sizes: Floats | None = None
+    ) -> NoiseSample:
         """Make a sample with a description of its size."""
         runs, rounds, d = z.shape
         return cls(z, layers, f"{runs} x {rounds} rounds of {d:,} coordinates", sizes)

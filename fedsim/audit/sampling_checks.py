@@ -78,7 +78,7 @@ class Sampled:
     probabilities: Floats | None
 
     @classmethod
-    def of(
+    def from_cohorts(
         cls,
         draws: Sequence[Sequence[Ints]],
         event: Event,

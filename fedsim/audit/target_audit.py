@@ -164,7 +164,7 @@ class TargetAudit:
     def _silent_runs(self) -> Observations:
         runs = max(2, MAX_SILENT // self.claim.rounds)
         federations = [self._silent_federation(self.seed + k) for k in range(runs)]
-        silent = Observations.of(self.target, self.claim, federations)
+        silent = Observations.collect(self.target, self.claim, federations)
         if not np.isfinite(silent.moves).all():
             raise FedsimError("for short rows the target released a model that is not finite.")
         return silent
@@ -178,7 +178,7 @@ class TargetAudit:
         ]
         # Observed together, since a number may be released on one side only.
         return AttackResult(
-            world, self.claim, *Observations.of(self.target, self.claim, federations).halves
+            world, self.claim, *Observations.collect(self.target, self.claim, federations).halves
         )
 
     def _noise_findings(self, silent: Observations) -> Iterator[Finding]:
@@ -205,7 +205,7 @@ class TargetAudit:
         ends = np.cumsum([int(np.prod(shape)) for shape in SHAPES]).tolist()
         layers = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         axes = (2,) if self.claim.adaptive else (0, 2)
-        return NoiseSample.of(causes.scaled(silent.moves, axes), layers)
+        return NoiseSample.from_noise(causes.scaled(silent.moves, axes), layers)
 
     def _is_gaussian(self, silent: Observations) -> bool:
         """Whether noise is claimed to be Gaussian or, if only epsilon is claimed, looks like it."""
@@ -240,7 +240,7 @@ class TargetAudit:
         if self.claim.noise_multiplier is None or not ids:
             return None
         claim = self.claim
-        return Sampled.of(ids, claim.round_event, claim.population, claim.row + "s")
+        return Sampled.from_cohorts(ids, claim.round_event, claim.population, claim.row + "s")
 
     def _epsilon_findings(self) -> list[Finding]:
         claim = self.claim
@@ -271,7 +271,7 @@ def audit_target(
     seed: int = 1,
     others: Sequence[Finding] = (),
 ) -> Verdict:
-    """Audit the claim of a target, whose results may be all that `TargetRelease.of` takes.
+    """Audit the claim of a target, whose results may be all that `TargetRelease.from_result` takes.
 
     ``others`` are findings of the caller's own checks, which share the risk.
 
@@ -284,7 +284,7 @@ def audit_target(
 
     def release(federation: SyntheticFederation) -> TargetRelease:
         try:
-            return TargetRelease.of(target(federation), federation)
+            return TargetRelease.from_result(target(federation), federation)
         except FedsimError:
             raise
         except Exception as raised:
@@ -374,7 +374,7 @@ class _RemoteTarget:
         if "error" in answer:
             raise TargetError(f"--target {self.name}", answer["error"])
         answer["models"] = np.load(answer["models"])
-        return TargetRelease.of(answer, federation)
+        return TargetRelease.from_result(answer, federation)
 
     def _end(self) -> None:
         self._ending = f"one run has not ended after {self.limit:.3g} s (--seconds may be more)"

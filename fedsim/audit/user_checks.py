@@ -73,7 +73,7 @@ class Scale:
     step: Floats
 
     @classmethod
-    def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
+    def from_mechanism(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
         """Compute it from the bounds' radii and their maps of a row of zeros and a row of ones."""
         center, radius, step = (np.empty(layout.d) for _ in range(3))
         # A mechanism may center and scale rows before it clips them, and undo that afterwards. This
@@ -129,7 +129,10 @@ def checks(resolved: Resolved, seed: int) -> Iterator[SampleChecks]:
 def bounded_rows(mechanism: Mechanism, layout: Layout) -> Finding:
     """Whether no row, whatever a client sends, adds more than the sensitivity to the sum."""
     state = mechanism.init(layout)
-    scale, rows = Scale.of(mechanism, state, layout), hostile_rows(mechanism, state, layout)
+    scale, rows = (
+        Scale.from_mechanism(mechanism, state, layout),
+        hostile_rows(mechanism, state, layout),
+    )
     added = mechanism.bound(rows, state, layout).numpy()
     fault, longest = None, 0.0
     if not np.isfinite(added).all():
@@ -173,7 +176,7 @@ def noise_of(plan: ReleasePlan[Any], seed: int) -> NoiseSample:
     for run in range(NOISE_RUNS):
         federation = silent_federation(plain, rounds, seed + run, NOISE_SHAPES)
         target = strategy_target(lambda f: strategy_of(plain, f.seed))
-        models = TargetRelease.of(target(federation), federation).models
+        models = TargetRelease.from_result(target(federation), federation).models
         moves = np.diff(models, axis=0, prepend=0.0) / unit
         noise = plan.noise
         runs.append(noise.matrix(rounds) @ moves if isinstance(noise, Correlated) else moves)
@@ -181,7 +184,7 @@ def noise_of(plan: ReleasePlan[Any], seed: int) -> NoiseSample:
     layers = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
     z = np.stack(runs)
     # More noise than claimed is no violation, but its other properties can be tested.
-    return NoiseSample.of(z / max(1.0, float(np.sqrt(np.square(z).mean()))), layers)
+    return NoiseSample.from_noise(z / max(1.0, float(np.sqrt(np.square(z).mean()))), layers)
 
 
 def silent_federation(
@@ -268,7 +271,9 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
         pass
     ((_, _, gradient),) = recorder.gradients
     mean = trainer.packing.unpack(gradient)[0].double().cpu().numpy()
-    scale = Scale.of(privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout)
+    scale = Scale.from_mechanism(
+        privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout
+    )
     return np.asarray((mean - scale.center) * len(y) / scale.radius)
 
 

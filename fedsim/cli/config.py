@@ -202,7 +202,7 @@ def init(
 
     Without --out it is printed.
     """
-    text = template(RunConfig.of(set_ or []))
+    text = template(RunConfig.from_overrides(set_ or []))
     if out is None:
         typer.echo(text, nl=False)
         return

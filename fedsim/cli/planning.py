@@ -302,7 +302,7 @@ def stats(
         inputs=_range("--inputs", inputs),
         targets=_range("--targets", targets),
     )
-    plan = StatisticsPlan.of(settings, request, private_dataset(settings, request))
+    plan = StatisticsPlan.from_config(settings, request, private_dataset(settings, request))
     directory = out or Path("runs") / settings.name
     refuse_spent_budget(plan.config)
     result = run(plan.config, out=directory, overwrite=overwrite)

@@ -22,7 +22,7 @@ from fedsim.errors import FedsimError
 if TYPE_CHECKING:
     from fedsim.reports.seed_groups import SeedGroup
     from fedsim.runs.callbacks import Measure
-    from fedsim.runs.run_ledgers import Ending
+    from fedsim.runs.run_ledgers import RunOutcome
     from fedsim.runs.sweep import SweepRun
 
 
@@ -116,7 +116,7 @@ def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
         refuse_foreign(where)
 
 
-def _run(console: Console, grid: Sequence[SweepRun], where: Path) -> Mapping[str, Ending]:
+def _run(console: Console, grid: Sequence[SweepRun], where: Path) -> Mapping[str, RunOutcome]:
     from fedsim.runs.sweep import has_run_ended, run_sweep
 
     total = sum(member.config.rounds for member in grid if not has_run_ended(member, where))
@@ -158,7 +158,7 @@ def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Mea
         tests = [_spread(setting, f"test-{name}", name, recent=r) for r in (False, True)]
         figures = *tests, cell, _spread(setting, "test-loss", "loss")
         ended = f"{len(setting.ended.records)} of {len(setting.records)}"
-        figures = *figures, record.ending.ended if single else ended
+        figures = *figures, record.outcome.ended if single else ended
         table.add_row(*map(str, point.values()), *figures, style="bold" if setting is best else "")
     return table
 
@@ -187,7 +187,7 @@ def _print_best(console: Console, settings: Sequence[SeedGroup], measure: Measur
         )
 
 
-def _end_if_failed(console: Console, outcomes: Mapping[str, Ending]) -> None:
+def _end_if_failed(console: Console, outcomes: Mapping[str, RunOutcome]) -> None:
     failed = {label: o.why for label, o in outcomes.items() if o.ended == "failed"}
     for label, reason in failed.items():
         console.print(Text(f"{label} failed: {reason}", style="yellow"))

@@ -11,7 +11,7 @@ import tomli_w
 
 from fedsim import registry
 from fedsim.config.run_config import RunConfig
-from fedsim.config.tables import Choice, ConfigTable, NamesOf, belongs_to, is_table
+from fedsim.config.tables import ConfigTable, NamesOf, ObjectTable, belongs_to, is_table
 from fedsim.settings import Ge, Gt, Le, Lt, Setting, allowed, settings_of, type_in_words
 
 
@@ -57,7 +57,9 @@ def object_names(kind: str) -> list[tuple[str, str]]:
 
 def object_tables() -> list[tuple[str, str]]:
     """Tables that name a thing, each with the thing's kind."""
-    return [(table.table, table.kind) for table in _tables(RunConfig) if issubclass(table, Choice)]
+    return [
+        (table.table, table.kind) for table in _tables(RunConfig) if issubclass(table, ObjectTable)
+    ]
 
 
 def object_summary(table: str, name: str) -> str:
@@ -77,7 +79,7 @@ def _keys(table: type[ConfigTable]) -> Iterator[Key]:
         if is_table(setting):
             continue
         key = _key(table.key(setting.key), belongs_to(setting), setting)
-        if issubclass(table, Choice) and setting.key == table.selector:
+        if issubclass(table, ObjectTable) and setting.key == table.selector:
             words = ", ".join(f"'{word}'" for word in registry.names(table.kind))
             key = replace(key, allowed=f"{words} or 'module:name'")
         yield key
@@ -87,7 +89,7 @@ def _keys(table: type[ConfigTable]) -> Iterator[Key]:
             }
             settings_by_name = {name: settings_of(entry) for name, entry in entries.items()}
             yield from _shared(settings_by_name, f"{table.key(setting.key)}.")
-    if issubclass(table, Choice):
+    if issubclass(table, ObjectTable):
         settings_by_name = {
             name: table.declared_settings(name) for name in registry.names(table.kind)
         }
@@ -165,7 +167,7 @@ def flower_table() -> dict[str, Any]:
 def _flower_table(table: type[ConfigTable], tree: dict[str, Any]) -> dict[str, Any]:
     settings = [setting for setting in settings_of(table) if not is_table(setting)]
     flat = {s.key: tree.get(s.key, s.write(s.default)) for s in settings}
-    if issubclass(table, Choice):
+    if issubclass(table, ObjectTable):
         for name in registry.names(table.kind):
             if name not in registry.plugins(table.kind):
                 flat |= {setting.key: "" for setting in table.declared_settings(name)}
@@ -196,7 +198,7 @@ def _schema_of(table: type[ConfigTable]) -> dict[str, Any]:
         s.key: _schema_of(s.type) if is_table(s) else _property(s) for s in settings_of(table)
     }
     described: dict[str, Any] = {"type": "object", "description": table.__doc__}
-    if not issubclass(table, Choice):
+    if not issubclass(table, ObjectTable):
         return {**described, "properties": properties, "additionalProperties": False}
     selector, names = table.selector, registry.names(table.kind)
     name_schemas = [{"enum": list(names)}, {"type": "string", "pattern": ":|/|\\.npz$"}]

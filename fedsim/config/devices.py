@@ -145,7 +145,7 @@ class Devices:
     overhead); seconds of the slowest device that replied, or the deadline if one missed it."""
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         settings: DevicesSection,
         population: int,

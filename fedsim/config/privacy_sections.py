@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
-from fedsim.config.tables import OUTSIDE_DIGEST, OUTSIDE_RELEASE, Choice, ConfigTable, Needs
+from fedsim.config.tables import OUTSIDE_DIGEST, OUTSIDE_RELEASE, ConfigTable, Needs, ObjectTable
 from fedsim.config.values import split_top_level
 from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
 
@@ -24,7 +24,7 @@ TargetEpsilon: TypeAlias = Annotated[
 
 
 @dataclass(frozen=True, init=False)
-class BoundingSection(Choice):
+class BoundingSection(ObjectTable):
     """How rows are bounded before they are summed, at client or example level."""
 
     name: str = "none"
@@ -60,7 +60,7 @@ class MechanismSection(BoundingSection, table="mechanism"):
 
 
 @dataclass(frozen=True, init=False)
-class NoiseSection(Choice, table="noise"):
+class NoiseSection(ObjectTable, table="noise"):
     """Kind and amount of a release's noise, and the privacy that it must give."""
 
     filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
@@ -142,12 +142,12 @@ class ClientNoiseSection(ConfigTable, table="client.noise"):
     digits only."""
 
 
-Ends = tuple[float, float]
+ValueRange = tuple[float, float]
 
 _RANGE = re.compile(r"([^()\s]+) *\(([^(),]+),([^(),]+)\)")
 
 
-def read_ranges(text: str) -> dict[str, Ends]:
+def read_ranges(text: str) -> dict[str, ValueRange]:
     """Parse ranges such as ``"loss(0,5), rmse(0,10)"``: lower and upper ends by name.
 
     Raises
@@ -158,7 +158,7 @@ def read_ranges(text: str) -> dict[str, Ends]:
     return dict(map(_read_range, filter(None, split_top_level(text))))
 
 
-def _read_range(part: str) -> tuple[str, Ends]:
+def _read_range(part: str) -> tuple[str, ValueRange]:
     match = _RANGE.fullmatch(part)
     name, *ends = match.groups() if match else ("", "nan", "nan")
     try:

@@ -10,8 +10,8 @@ from fedsim.config.tables import (
     OUTSIDE_DIGEST,
     OUTSIDE_RELEASE,
     OUTSIDE_TRAINING,
-    Choice,
     ConfigTable,
+    ObjectTable,
     is_table,
 )
 from fedsim.config.values import Scalar
@@ -111,7 +111,7 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
 def _settings(config: RunConfig) -> Iterator[tuple[str, Setting]]:
     """Settings of all tables and of the things that they choose, each with its dotted key."""
     for table in _all_tables(config):
-        chosen = table.declared_settings(table.chosen) if isinstance(table, Choice) else ()
+        chosen = table.declared_settings(table.chosen) if isinstance(table, ObjectTable) else ()
         for setting in (*settings_of(type(table)), *chosen):
             if not is_table(setting):
                 yield table.key(setting.key), setting
@@ -131,7 +131,7 @@ def text_options(config: RunConfig) -> list[tuple[str, str]]:
     """Options that are strings, of metrics and of code outside of fedsim: their keys and values."""
     options = [("task.metrics", options) for _, options in config.task.named_metrics()]
     for table in _all_tables(config):
-        if isinstance(table, Choice):
+        if isinstance(table, ObjectTable):
             options.append((table.key("options"), dict(table.options)))
     return [
         (f"{key}.{option}", value)
@@ -145,7 +145,7 @@ def modules_in_config(config: RunConfig) -> list[tuple[str, str, str]]:
     """Code outside of fedsim that a config names: its key, its name and its module."""
     entries = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
     for table in _all_tables(config):
-        if isinstance(table, Choice):
+        if isinstance(table, ObjectTable):
             entries.append((table.key(table.selector), table.kind, table.chosen))
     modules = []
     for key, kind, name in entries:

@@ -146,7 +146,7 @@ class RunConfig(ConfigTable):
 
     @classmethod
     @check_arguments
-    def of(cls, overrides: Iterable[str]) -> RunConfig:
+    def from_overrides(cls, overrides: Iterable[str]) -> RunConfig:
         """The defaults with ``key=value`` overrides applied to them."""
         return cls._with_changes({}, _parse_overrides(overrides))
 

@@ -13,7 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from fedsim import registry
 from fedsim.config.devices import Work
 from fedsim.config.privacy_sections import ClientMechanismSection, ClientNoiseSection
-from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, NamesOf, Needs, WithNames
+from fedsim.config.tables import (
+    OUTSIDE_RELEASE,
+    ConfigTable,
+    NamesOf,
+    Needs,
+    ObjectTable,
+    WithNames,
+)
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
 from fedsim.privacy.local_work import LocalWork
@@ -54,11 +61,11 @@ def _read_metrics(value: Any) -> str:
 
 
 @dataclass(frozen=True, init=False)
-class DataSection(Choice, table="data"):
+class DataSection(ObjectTable, table="data"):
     """The data set, and which of its examples are used."""
 
     filled: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
-    note: ClassVar[str] = (
+    wrong_key_hint: ClassVar[str] = (
         " In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=)."
     )
     name: Annotated[
@@ -96,7 +103,7 @@ class DataSection(Choice, table="data"):
 
 
 @dataclass(frozen=True, init=False)
-class PartitionSection(Choice, table="partition"):
+class PartitionSection(ObjectTable, table="partition"):
     """How examples are divided among clients."""
 
     filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
@@ -109,7 +116,7 @@ class PartitionSection(Choice, table="partition"):
 
 
 @dataclass(frozen=True, init=False)
-class ModelSection(Choice, table="model"):
+class ModelSection(ObjectTable, table="model"):
     """The model that is trained."""
 
     name: str = "softmax"
@@ -132,7 +139,7 @@ class ModelSection(Choice, table="model"):
 
 
 @dataclass(frozen=True, init=False)
-class AdapterSection(Choice, table="adapter"):
+class AdapterSection(ObjectTable, table="adapter"):
     """An adapter: a few added weights that are trained instead of the model's own."""
 
     name: str = "none"
@@ -143,7 +150,7 @@ class AdapterSection(Choice, table="adapter"):
 
 
 @dataclass(frozen=True, init=False)
-class TaskSection(Choice, table="task"):
+class TaskSection(ObjectTable, table="task"):
     """The loss, and the metrics of evaluations."""
 
     kind: ClassVar[str] = "loss"
@@ -160,7 +167,7 @@ class TaskSection(Choice, table="task"):
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
-class ClientSection(Choice, table="client"):
+class ClientSection(ObjectTable, table="client"):
     """How a client trains on its examples."""
 
     name: str = "sgd"
@@ -215,7 +222,7 @@ class ClientSection(Choice, table="client"):
 
 
 @dataclass(frozen=True, init=False)
-class CohortSection(Choice, table="cohort"):
+class CohortSection(ObjectTable, table="cohort"):
     """How the clients of a round are sampled."""
 
     filled: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
@@ -224,7 +231,7 @@ class CohortSection(Choice, table="cohort"):
 
 
 @dataclass(frozen=True, init=False)
-class ServerSection(Choice, table="server"):
+class ServerSection(ObjectTable, table="server"):
     """How the server applies the noisy mean update."""
 
     selector: ClassVar[str] = "optimizer"

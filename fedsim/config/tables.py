@@ -2,7 +2,7 @@
 
 A `ConfigTable` is a frozen dataclass whose fields declare type, range and meaning
 (`fedsim.settings`) or are tables themselves. It is made from a tree of kebab-case keys, which it
-checks. A `Choice` also has the settings of the thing that it names: ``[client]`` with
+checks. An `ObjectTable` also has the settings of the thing that it names: ``[client]`` with
 ``name = "adam"`` has the keys of every client, and those of Adam's dataclass.
 """
 
@@ -165,7 +165,7 @@ class ConfigTable:
 
 
 @dataclass(frozen=True, init=False)
-class Choice(ConfigTable):
+class ObjectTable(ConfigTable):
     """A table that names a thing of a kind, and has that thing's settings as keys.
 
     Attributes
@@ -181,20 +181,21 @@ class Choice(ConfigTable):
     own : mapping of str to value
         Settings of the thing, by Python name; they are also attributes of the table.
     options : mapping of str to Scalar
-        Instead of ``own``, for a thing that does not declare its settings (``module:name``).
+        Instead of ``object_settings``, for a thing that does not declare its settings
+        (``module:name``).
     """
 
     kind: ClassVar[str]
     selector: ClassVar[str] = "name"
     filled: ClassVar[tuple[str, ...]] = ()
-    note: ClassVar[str] = ""
+    wrong_key_hint: ClassVar[str] = ""
 
     def __init_subclass__(cls, table: str = "") -> None:
         super().__init_subclass__(table)
         if "kind" not in vars(cls):
             cls.kind = table.rpartition(".")[2]
 
-    own: Mapping[str, Any] = field(init=False)
+    object_settings: Mapping[str, Any] = field(init=False)
     options: Mapping[str, Scalar] = field(init=False)
 
     def __init__(self, /, **tree: Any) -> None:
@@ -202,14 +203,15 @@ class Choice(ConfigTable):
         settings, options = self._settings_and_options(name, tree)
         # Flower has no null, and an app's table has every key: the empty string means not given.
         values = {s.key: v for s in settings if not isinstance(v := tree.pop(s.key, ""), str) or v}
-        object.__setattr__(self, "own", read_settings(settings, values, self.table))
+        object.__setattr__(self, "object_settings", read_settings(settings, values, self.table))
         object.__setattr__(self, "options", options)
         super().__init__(**tree)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for names that are no fields. While unpickling, even `own` is missing.
+        # Called only for names that are no fields. While unpickling, even `object_settings` is
+        # missing.
         try:
-            return vars(self)["own"][name]
+            return vars(self)["object_settings"][name]
         except KeyError:
             raise AttributeError(f"[{self.table}] has no key {name!r}") from None
 
@@ -233,14 +235,14 @@ class Choice(ConfigTable):
             If options do not fit the thing, or one is ``filled`` by other keys.
         """
         if not self.has_options(self.chosen):
-            return self.own
+            return self.object_settings
         return arguments_of(factory, self.chosen, self.options, self.key("options"), filled)
 
     @property
     def settings_by_key(self) -> Mapping[str, Any]:
         """The chosen thing's settings or options by key, as a config writes them."""
         settings = self.declared_settings(self.chosen)
-        return self.options or {s.key: s.write(self.own[s.name]) for s in settings}
+        return self.options or {s.key: s.write(self.object_settings[s.name]) for s in settings}
 
     def make(self, **filled: Any) -> Any:
         """Make the chosen thing, with those of the arguments ``filled`` that it takes.
@@ -290,7 +292,9 @@ class Choice(ConfigTable):
         factory = registry.find(cls.kind, name, key)
         settings = tuple(s for s in settings_of(factory) if s.name not in cls.filled)
         fields = {setting.name for setting in settings_of(cls)}
-        if clash := {"own", "options", *fields} & {setting.name for setting in settings}:
+        if clash := {"object_settings", "options", *fields} & {
+            setting.name for setting in settings
+        }:
             raise FedsimError(
                 f"{key} = '{name}' has a setting '{min(clash)}', which is a key of every "
                 f"[{cls.table}]; it must have another name."
@@ -356,7 +360,8 @@ class Choice(ConfigTable):
         if names := cls.names_with_key(key):
             return FedsimError(
                 f"{cls.key(key)} = {shown(value)} has no effect with {selection}; it belongs to "
-                f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=.{cls.note}"
+                f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=."
+                f"{cls.wrong_key_hint}"
             )
         if cls.has_options(name):
             where = f"[{cls.table}.options]"
@@ -406,7 +411,7 @@ def drop_ineffective(
         unset = any(not changes.get(key, True) for key in needs)
         if unset and table.key(setting.key) not in changes:
             tree.pop(setting.key, None)
-    if not issubclass(table, Choice):
+    if not issubclass(table, ObjectTable):
         return
     old, new = table.selected_in(tree), changes.get(table.key(table.selector))
     if new is None or new == old or table.has_options(old):

@@ -64,7 +64,7 @@ class Arrays:
     class_names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Array]) -> Arrays:
+    def from_named_arrays(cls, arrays: Mapping[str, Array]) -> Arrays:
         """Build it from arrays under their names in a file: ``x_train``, ``owner_test``, ...
 
         Raises
@@ -84,10 +84,10 @@ class Arrays:
         return cls(train, test, **settings)
 
     def dataset(self, name: str, **others: Any) -> Dataset:
-        """Data set of these arrays; ``others``, keywords of `Dataset.of`, take precedence."""
+        """Data set of these arrays; ``others`` (of `Dataset.from_arrays`) take precedence."""
         own = (*STATISTICS, *DECLARED, "found_in", "feature_names", "class_names")
         settings = {key: getattr(self, key) for key in own}
-        return Dataset.of(name, self.train, self.test, **{**settings, **others})
+        return Dataset.from_arrays(name, self.train, self.test, **{**settings, **others})
 
 
 def _whole(key: str, array: Array) -> int:
@@ -117,7 +117,7 @@ def read_npz(path: Path) -> Arrays:
             refuse_larger_than_memory(sum(size for _, size in claims.values()), f"{path}")
             file.seek(0)
             with np.load(file, allow_pickle=False) as arrays:
-                return Arrays.of({key: arrays[key] for key in names})
+                return Arrays.from_named_arrays({key: arrays[key] for key in names})
     except FedsimError:
         raise
     except Exception as error:
@@ -151,7 +151,7 @@ def read_folder(path: Path) -> Arrays:
             f"{file} could not be read ({cause(error)}); it must hold one plain array."
         ) from error
     try:
-        return Arrays.of(arrays)
+        return Arrays.from_named_arrays(arrays)
     except (TypeError, ValueError, OverflowError) as error:
         single = " and ".join(f"{name}.npy" for name in (*STATISTICS, *DECLARED) if name in arrays)
         raise FedsimError(

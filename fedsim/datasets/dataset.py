@@ -57,7 +57,7 @@ class Split:
             if not isinstance(tensor, torch.Tensor) and not (name == "mask" and tensor is None):
                 raise FedsimError(
                     f"{name} of a Split is {type(tensor).__name__}; it must be a torch.Tensor "
-                    "(Dataset.of takes arrays)."
+                    "(Dataset.from_arrays takes arrays)."
                 )
         counts = {"y": len(self.y)} | ({} if self.mask is None else {"mask": len(self.mask)})
         if not isinstance(self.columns, Mapping):
@@ -242,7 +242,7 @@ class Dataset:
         )
 
     @classmethod
-    def of(
+    def from_arrays(
         cls,
         name: str,
         train: Mapping[str, Array],

@@ -31,7 +31,7 @@ _OWN_FILES = (
 class Files:
     """A user's own files; ``data.name`` is their path, absolute, relative, or within ``data.dir``.
 
-    They hold ``x_train, y_train, x_test, y_test`` (see `Dataset.of`) and optionally
+    They hold ``x_train, y_train, x_test, y_test`` (see `Dataset.from_arrays`) and optionally
     ``mask_train`` and ``mask_test``, columns such as ``owner_train`` and ``owner_test``, ``mean``
     and ``std`` for normalising, and the numbers ``classes`` and ``vocabulary``. Tables (a ``.csv``,
     or a folder of ``train.csv`` and ``test.csv``) are converted to such arrays; see `tables`.

@@ -152,7 +152,7 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
                 )
         by_name = {str(name): array_of(f"{name} of data=", one) for name, one in data.items()}
         try:
-            arrays = Arrays.of(by_name)
+            arrays = Arrays.from_named_arrays(by_name)
         except (TypeError, ValueError, OverflowError) as error:
             raise FedsimError(
                 f"data= could not be read ({cause(error)}); {' and '.join(DECLARED)} must be one "
@@ -165,7 +165,7 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
         raise FedsimError(f"data= is of type {type(data).__name__}; it must be {_WANTED}.")
     as_tensors = any(isinstance(split, torch.utils.data.Dataset) for split in data)
     train, test = (_split(split) for split in data)
-    return Dataset.of(
+    return Dataset.from_arrays(
         "data", train, test, layout="as-is" if as_tensors else "auto", protected=protected
     )
 

@@ -48,7 +48,7 @@ class Digits:
         is_test = np.zeros(len(y), dtype=bool)
         is_test[np.argsort(y, kind="stable")[::_EVERY]] = True
         train, test = ({"x": x[own], "y": y[own]} for own in (~is_test, is_test))
-        return Dataset.of("digits", train, test, classes=10, source=_SOURCE)
+        return Dataset.from_arrays("digits", train, test, classes=10, source=_SOURCE)
 
 
 SplitArrays = dict[str, npt.NDArray[Any]]
@@ -92,7 +92,7 @@ class Published:
         else:
             train, test = (self._read(directory, download, part) for part in (True, False))
             source = f"torchvision, {directory}"
-        return Dataset.of(
+        return Dataset.from_arrays(
             self.name,
             train,
             test,

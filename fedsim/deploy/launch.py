@@ -33,7 +33,7 @@ from fedsim.runs.directory import OUT, RunDirectory, latest_run
 from fedsim.runs.metrics import Row
 from fedsim.runs.record import ArtefactsElsewhere, RunResult
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.run_ledgers import Ending, RunLedgers
+from fedsim.runs.run_ledgers import RunLedgers, RunOutcome
 from fedsim.strategies import RunFailedError
 
 _log = logging.getLogger("fedsim")
@@ -250,11 +250,11 @@ class _MetricsWatcher:
         """Context of the run, with a function that passes new rows to the callbacks."""
         request = directory.stop_request(run_id)
         self._callbacks.on_start(self._status(directory))
-        end: Ending | None = None
+        end: RunOutcome | None = None
         try:
             yield lambda: self._poll(directory, request)
             # Not if the run failed: the file may then be from before it was resumed.
-            end = Ending.read(directory.path) if directory.done.is_file() else None
+            end = RunOutcome.read(directory.path) if directory.done.is_file() else None
         finally:
             if self._requested:
                 with suppress(OSError):
@@ -287,7 +287,7 @@ class _MetricsWatcher:
             obstacle,
         )
 
-    def _status(self, directory: RunDirectory, end: Ending | None = None) -> RunStatus:
+    def _status(self, directory: RunDirectory, end: RunOutcome | None = None) -> RunStatus:
         return RunStatus(
             config=self._resolved.config,
             round=int(self._row.get("round", 0)),
@@ -296,7 +296,7 @@ class _MetricsWatcher:
             protects=self._resolved.config.protects,
             uncovered=self._resolved.uncovered,
             directory=directory if directory.path.is_dir() else None,
-            ending=end,
+            outcome=end,
         )
 
 

@@ -173,7 +173,7 @@ def _results(groups: Sequence[SeedGroup]) -> PageTable:
         row += _metric_cells(group, metrics)
         for column in epsilons.values():
             row.append(_spread_cell(group.spread(column), column, group.marks))
-        row.append(_spread_cell(Spread.of([r.rounds for r in group.records]), "rounds"))
+        row.append(_spread_cell(Spread.from_values([r.rounds for r in group.records]), "rounds"))
         seconds = [
             math.fsum(y for y in record.curve("seconds")[1] if math.isfinite(y))
             for record in group.records
@@ -248,6 +248,6 @@ def _runs_table(records: Sequence[RunRecord]) -> PageTable:
         planned = record.config.get("rounds", "?")
         made = Cell(f"{record.rounds:,} of {planned}", record.rounds)
         seed = str(record.config.get("seed", "–"))
-        rows.append([record.path, seed, *_metric_cells(group, metrics), made, record.ending.ended])
+        rows.append([record.path, seed, *_metric_cells(group, metrics), made, record.outcome.ended])
     headings = ["run", "seed", *map(display_name, metrics), "rounds", "end"]
     return PageTable(headings, rows, name="Every run")

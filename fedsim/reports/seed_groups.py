@@ -35,7 +35,7 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float | None]) -> Spread | None:
+    def from_values(cls, values: Sequence[float | None]) -> Spread | None:
         """Compute it from values without None; None if there are no others."""
         numbers = [value for value in values if value is not None]
         if not numbers:
@@ -79,7 +79,7 @@ class SeedGroup:
     def ended(self) -> Self:
         """The group without runs that failed or are not finished."""
         ends = ("finished", "stopped", "budget")
-        return replace(self, records=[r for r in self.records if r.ending.ended in ends])
+        return replace(self, records=[r for r in self.records if r.outcome.ended in ends])
 
     @property
     def marks(self) -> str:
@@ -89,7 +89,9 @@ class SeedGroup:
 
     def spread(self, column: str, *, recent: bool = False) -> Spread | None:
         """A column's last value over the runs that have one, or the mean of its last five."""
-        return Spread.of([r.recent(column) if recent else r.last(column) for r in self.records])
+        return Spread.from_values(
+            [r.recent(column) if recent else r.last(column) for r in self.records]
+        )
 
     def mean_curve(self, column: str, name: str) -> Line:
         """Curve of the mean over the runs, with a band of one standard deviation to each side."""
@@ -98,7 +100,9 @@ class SeedGroup:
             for x, y in zip(*record.curve(column), strict=True):
                 by_round.setdefault(x, []).append(y)
         rounds = sorted(by_round)
-        spreads = [spread for x in rounds if (spread := Spread.of(by_round[x])) is not None]
+        spreads = [
+            spread for x in rounds if (spread := Spread.from_values(by_round[x])) is not None
+        ]
         means = [spread.mean for spread in spreads]
         if len(self.records) < 2:
             return Line(name, rounds, means)

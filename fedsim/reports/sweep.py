@@ -24,12 +24,12 @@ from fedsim.runs.factories import example_privacy
 from fedsim.runs.metrics import display_name
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import calibrated
-from fedsim.runs.run_ledgers import Ending, RunLedgers
+from fedsim.runs.run_ledgers import RunLedgers, RunOutcome
 from fedsim.runs.sweep.search import Setting, SweepRun
 
 
 def read_runs(
-    grid: Sequence[SweepRun], out: Path, outcomes: Mapping[str, Ending]
+    grid: Sequence[SweepRun], out: Path, outcomes: Mapping[str, RunOutcome]
 ) -> list[RunRecord]:
     """Read the runs of a grid from their sweep's directory, each with its outcome.
 
@@ -37,7 +37,7 @@ def read_runs(
     """
     records = []
     for run in grid:
-        path, ledgers = out / run.label, RunLedgers(ending=outcomes[run.label])
+        path, ledgers = out / run.label, RunLedgers(outcome=outcomes[run.label])
         record = RunRecord(path, run.config.to_run_config(), [], ledgers)
         if (path / "config.toml").is_file():
             record = RunRecord.read(path, ledgers)
@@ -94,7 +94,7 @@ def to_csv(grid: Sequence[SweepRun], records: Sequence[RunRecord], measure: Meas
     figures = _figures(measure)
     rows = []
     for run, record in zip(grid, records, strict=True):
-        row: list[object] = [*run.point.values(), *record.ending, record.rounds]
+        row: list[object] = [*run.point.values(), *record.outcome, record.rounds]
         for column, recent in figures.values():
             value = record.recent(column) if recent else record.last(column)
             missing = math.nan if column.startswith("test-") else None

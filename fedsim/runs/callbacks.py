@@ -21,7 +21,7 @@ from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import private_metrics
 from fedsim.runs.metrics import Row, subject
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.run_ledgers import Ending, EndState
+from fedsim.runs.run_ledgers import OutcomeKind, RunOutcome
 from fedsim.synonyms import closest
 
 _log = logging.getLogger("fedsim")
@@ -48,7 +48,7 @@ class RunStatus:
         Subjects of the row's columns that no noise protects in a private run, such as "train".
     directory : RunDirectory or None
         The run's directory; None if nothing is written.
-    ending : Ending or None
+    ending : RunOutcome or None
         How the run ended; None before its end, and at the end of one that failed.
     """
 
@@ -59,17 +59,17 @@ class RunStatus:
     protects: bool
     uncovered: tuple[str, ...] = ("train", "clients")
     directory: RunDirectory | None = None
-    ending: Ending | None = None
+    outcome: RunOutcome | None = None
 
     @property
-    def ended(self) -> EndState | None:
+    def ended(self) -> OutcomeKind | None:
         """How the run ended: as in `RunResult`, or None before its end and if it failed."""
-        return None if self.ending is None else self.ending.ended
+        return None if self.outcome is None else self.outcome.ended
 
     @property
     def why(self) -> str:
         """One sentence if the run ended early; else empty."""
-        return "" if self.ending is None else self.ending.why
+        return "" if self.outcome is None else self.outcome.why
 
     @property
     def metrics(self) -> dict[str, float | int]:

@@ -42,7 +42,7 @@ from fedsim.privacy.durable import replace
 from fedsim.privacy.manifest import MANIFEST, Manifest, signature, signing_key
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.metrics import MetricsFile
-from fedsim.runs.run_ledgers import Ending, ledger_paths
+from fedsim.runs.run_ledgers import RunOutcome, ledger_paths
 from fedsim.runs.run_lock import RunLock, is_marked, run_id
 
 RUNS = "FEDSIM_RUNS"
@@ -126,7 +126,7 @@ class RunDirectory:
                 raise FedsimError(f"--out {self.path} is a file; it must be a directory.")
             existing = [path.name for path in self._run_files if path.exists() or path.is_symlink()]
             if is_marked(self.path):
-                self._refuse_in_use(self._lock.free())
+                self._refuse_in_use(self._lock.is_free())
                 if existing and not overwrite:
                     raise FedsimError(
                         f"{self.path} already holds a run; choose another --out, or --resume or "
@@ -172,11 +172,11 @@ class RunDirectory:
                     "restore that, --overwrite the run, or choose another --out."
                 )
             return False
-        self._refuse_in_use(self._lock.free())
+        self._refuse_in_use(self._lock.is_free())
         return True
 
     @contextmanager
-    def resumed(self, config_toml: str) -> Iterator[None]:
+    def lock_for_resume(self, config_toml: str) -> Iterator[None]:
         """Lock the directory of a run to be resumed while the context lasts.
 
         If the resumed run fails before it makes a round, the directory is put back as it was. The
@@ -189,7 +189,7 @@ class RunDirectory:
         """
         try:
             with self._explained():
-                self._refuse_in_use(self._lock.take())
+                self._refuse_in_use(self._lock.acquire())
                 files = (self.config, *self._ending_files)
                 before = {path: regular_files.read_bytes(path) for path in files if path.is_file()}
                 lines = self._round_lines()
@@ -258,7 +258,7 @@ class RunDirectory:
     def _acquire(self, overwrite: bool) -> None:
         self.check_available(overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._refuse_in_use(self._lock.take())
+        self._refuse_in_use(self._lock.acquire())
         if self._files() and not overwrite:
             # A run began and ended here between `check_available` and taking the lock.
             self._lock.release()
@@ -282,7 +282,7 @@ class RunDirectory:
         text = json.dumps(dict(about or {}), sort_keys=True, separators=(",", ":"))
         replace(self.model, save(tensors, metadata={METADATA: text}))
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunOutcome) -> None:
         """Write how the run ended; an interrupted run has not ended, since it can be resumed."""
         if ending.ended != "interrupted":
             replace(self.done, json.dumps(ending._asdict()).encode() + b"\n")
@@ -295,7 +295,7 @@ class RunDirectory:
         """Write report.html."""
         replace(self.report, html.encode())
 
-    def seal(self) -> None:
+    def write_manifest(self) -> None:
         """Write the manifest of the current files, and sign it if there is a key.
 
         Code that changes one of these files afterwards must call this again.
@@ -323,7 +323,7 @@ class RunDirectory:
         names = (f".{path.name}.{digits}" for path in self._run_files)
         return [file for name in names for file in self.path.glob(name)]
 
-    def remains(self, rounds: Sequence[int]) -> str:
+    def remaining_files(self, rounds: Sequence[int]) -> str:
         """Sentence on what a failed run leaves here; it has checkpoints of ``rounds``."""
         files = [name for name in self._files() if name != self.config.name]
         if not files:

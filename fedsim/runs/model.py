@@ -101,7 +101,7 @@ def personal_parameters(config: RunConfig, model: nn.Module) -> list[str]:
 def shared_arrays(model: nn.Module, personal: list[str]) -> ArrayRecord:
     """Copy of the trained parameters that are shared, in Flower's form."""
     parameters = dict(model.named_parameters())
-    shared = Personal.of(model, personal).shared.layout
+    shared = Personal.from_model(model, personal).shared.layout
     return array_record(
         {entry.name: parameters[entry.name].detach().clone() for entry in shared.entries}
     )
@@ -202,7 +202,7 @@ def _check_classes(dataset: Dataset, outputs: Tensor) -> None:
     if not (classes or dataset.train.y.is_floating_point()):
         raise FedsimError(
             f"{dataset.name} does not say how many classes there are (num_classes of its "
-            "Dataset), which task.loss = 'cross-entropy' needs; Dataset.of finds it."
+            "Dataset), which task.loss = 'cross-entropy' needs; Dataset.from_arrays finds it."
         )
     if classes == 1 and outputs.dim() > 1 and outputs.shape[-1] == 1:
         raise FedsimError(

@@ -109,7 +109,7 @@ class StatisticsPlan:
     outputs: int
 
     @classmethod
-    def of(cls, config: RunConfig, request: StatisticsRequest, dataset: Dataset) -> Self:
+    def from_config(cls, config: RunConfig, request: StatisticsRequest, dataset: Dataset) -> Self:
         """Make the plan for a config's clients.
 
         Raises

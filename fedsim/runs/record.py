@@ -19,7 +19,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Entry, Statement
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row, display_name, format_metric, recent_mean
-from fedsim.runs.run_ledgers import Ending, EndState, RunLedgers, read_summary
+from fedsim.runs.run_ledgers import OutcomeKind, RunLedgers, RunOutcome, read_summary
 from fedsim.runs.run_lock import is_marked
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ class RunRecord:
         return self.ledgers.statements
 
     @property
-    def ending(self) -> Ending:
+    def outcome(self) -> RunOutcome:
         """How the run ended."""
-        return self.ledgers.ending
+        return self.ledgers.outcome
 
     @property
     def released(self) -> Entry | None:
@@ -166,7 +166,7 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
             )
         runs |= {member.resolve(): member for member in members}
     return [
-        RunRecord.read(run, RunLedgers(ending=Ending.read(run)))
+        RunRecord.read(run, RunLedgers(outcome=RunOutcome.read(run)))
         for run in dict.fromkeys(runs.values())
     ]
 
@@ -212,14 +212,14 @@ class RunResult:
     notes: tuple[str, ...] = ()
 
     @property
-    def ended(self) -> EndState:
+    def ended(self) -> OutcomeKind:
         """How the run ended: "finished", "budget", "stopped" (by a callback) or "interrupted"."""
-        return self.ledgers.ending.ended
+        return self.ledgers.outcome.ended
 
     @property
     def why(self) -> str:
         """One sentence if the run ended early; else empty."""
-        return self.ledgers.ending.why
+        return self.ledgers.outcome.why
 
     @property
     def statements(self) -> list[Statement]:

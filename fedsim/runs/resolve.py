@@ -159,7 +159,7 @@ def resolve(
         trainer=trainer,
         trainer_for=trainer_for,
         release=release,
-        devices=Devices.of(
+        devices=Devices.from_settings(
             config.devices,
             config.partition.clients,
             config.seed,
@@ -200,8 +200,9 @@ def _multipliers(
     privacy: ExamplePrivacy | None,
 ) -> dict[str, str | float]:
     resolved_keys: dict[str, str | float] = {}
-    # A user's noise has options instead of keys (`own`); its coefficients are computed each time.
-    if plan is not None and isinstance(plan.noise, Correlated) and config.noise.own:
+    # A user's noise has options instead of keys (`object_settings`); its coefficients are computed
+    # each time.
+    if plan is not None and isinstance(plan.noise, Correlated) and config.noise.object_settings:
         resolved_keys["noise.coefficients"] = plan.noise.coefficients
     if plan is not None and config.noise.target_epsilon is not None:
         resolved_keys |= {

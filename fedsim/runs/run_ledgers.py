@@ -21,18 +21,18 @@ from fedsim.runs.metrics import QUANTILES, MetricsFile, Row, subject
 
 SUMMARY_FORMAT = 1
 
-EndState = Literal["finished", "budget", "stopped", "interrupted", "failed"]
+OutcomeKind = Literal["finished", "budget", "stopped", "interrupted", "failed"]
 """How a run ended."""
 
 
-class Ending(NamedTuple):
+class RunOutcome(NamedTuple):
     """How a run ended, and a sentence that says why if it ended early."""
 
-    ended: EndState
+    ended: OutcomeKind
     why: str = ""
 
     @classmethod
-    def read(cls, run: Path) -> Ending:
+    def read(cls, run: Path) -> RunOutcome:
         """Read how the run in a directory ended; "interrupted" if it has not.
 
         Raises
@@ -51,7 +51,7 @@ class Ending(NamedTuple):
         return UNFINISHED
 
 
-UNFINISHED = Ending("interrupted", "The run has not finished.")
+UNFINISHED = RunOutcome("interrupted", "The run has not finished.")
 
 
 def ledger_paths(config: Mapping[str, Scalar], run: Path | None) -> dict[Level, Path]:
@@ -77,7 +77,7 @@ class RunLedgers:
     server : Ledger or None
     examples : sequence of Ledger
         The ledger of clients' examples; in a deployment on this machine, one for each node.
-    ending : Ending
+    ending : RunOutcome
     other_delta : float or None
         Delta of the statements, instead of the config's.
     path : path
@@ -92,7 +92,7 @@ class RunLedgers:
     config: Mapping[str, Scalar] = field(default_factory=dict)
     server: Ledger | None = None
     examples: Sequence[Ledger] = ()
-    ending: Ending = UNFINISHED
+    outcome: RunOutcome = UNFINISHED
     other_delta: float | None = None
     path: Path = Path()
     rows: Sequence[Row] | None = None
@@ -131,7 +131,7 @@ class RunLedgers:
             for ledger in [server] if level == "client" else examples:
                 if ledger is not None:
                     ledger.read_up_to(end)
-        return cls(config, server, examples, Ending.read(run), delta, run)
+        return cls(config, server, examples, RunOutcome.read(run), delta, run)
 
     @property
     def delta(self) -> float:
@@ -186,7 +186,7 @@ class RunLedgers:
             examples = statement_of(used, self.example_delta, place)
         if server is None:
             return statements_to_show(None, examples)
-        cut_short = self.ending.ended in ("interrupted", "failed")
+        cut_short = self.outcome.ended in ("interrupted", "failed")
         of_server = server.statement(self.delta)
         cut_short &= server.last_round < int(config.get("rounds") or 0)
         of_server = with_assumptions(

@@ -15,7 +15,7 @@ from fedsim.errors import FedsimError
 
 RUN_FORMAT = 1
 PROBE_SECONDS = 0.1
-"""Longer than another process holds the lock only to see whether it is free (`RunLock.free`)."""
+"""Longer than another process holds the lock only to see whether it is free (`RunLock.is_free`)."""
 
 # Some network file systems have no locks; there only the marker guards a directory.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -82,7 +82,7 @@ class RunLock:
         self.path = directory / regular_files.RUN_MARKER
         self._descriptor: int | None = None
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Create the marker if it does not exist, and lock it.
 
         Returns
@@ -116,7 +116,7 @@ class RunLock:
         os.pwrite(self._descriptor, content.encode(), 0)
         os.fsync(self._descriptor)
 
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         """Whether no run holds the lock."""
         try:
             probe = regular_files.opener(self.path, os.O_RDONLY)

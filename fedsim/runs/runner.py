@@ -97,7 +97,7 @@ def run(
 
     Examples
     --------
-    >>> config = RunConfig.of(["rounds=1", "partition.clients=20", "client.lr=0.2"])
+    >>> config = RunConfig.from_overrides(["rounds=1", "partition.clients=20", "client.lr=0.2"])
     >>> result = run(config, engine="local")
     >>> result.ended, [row["round"] for row in result.metrics]
     ('finished', [0, 1])
@@ -120,7 +120,7 @@ def run(
         if directory is not None:
             text = _config_to_write(resolved, directory).to_toml()
             if resume:
-                stack.enter_context(directory.resumed(text))
+                stack.enter_context(directory.lock_for_resume(text))
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
         if grid is not None:
@@ -198,7 +198,7 @@ def drive(
                 failed[0] = _with_cause(resolved, error)
     except Exception as error:
         if directory is not None and checkpoints is not None:
-            error.add_note(directory.remains(checkpoints.rounds()))
+            error.add_note(directory.remaining_files(checkpoints.rounds()))
         raise
     if failed:
         raise failed[0]

@@ -284,7 +284,7 @@ class SavedRun:
         shape = self.input_shape
         if array.ndim > 1 and array.size and array.shape[1:] != shape and array.dtype.kind in "uif":
             split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
-            array = Dataset.of("x", split, split).test.x.numpy()
+            array = Dataset.from_arrays("x", split, split).test.x.numpy()
         if not array.ndim or array.shape[1:] != shape:
             raise FedsimError(
                 f"examples have shape {array.shape}; this model takes {('N', *shape)}, such as "

@@ -37,7 +37,7 @@ from fedsim.runs.resolve import (
     strategy_of,
 )
 from fedsim.runs.round_rows import RoundRows
-from fedsim.runs.run_ledgers import Ending, RunLedgers, node_ledgers
+from fedsim.runs.run_ledgers import RunLedgers, RunOutcome, node_ledgers
 from fedsim.runs.summary import write_report
 from fedsim.strategies import Rounds, round_timeout, rounds_of, run_to_end
 
@@ -204,9 +204,9 @@ class Session:
             self._save_model(self._directory)
             if round_complete:
                 self._checkpoints.save(self.strategy.rounds_done)
-                self._directory.finish(self.ending)
-            self._directory.seal()
-        self._callbacks.on_end(self.status(self.ending if round_complete else None))
+                self._directory.finish(self.outcome)
+            self._directory.write_manifest()
+        self._callbacks.on_end(self.status(self.outcome if round_complete else None))
 
     def _save_model(self, directory: RunDirectory) -> None:
         # The run's arrays have trained parameters only; the file has the frozen ones too.
@@ -222,7 +222,7 @@ class Session:
         }
         directory.save_model(frozen | tensors(self._arrays), about)
 
-    def status(self, ending: Ending | None = None) -> RunStatus:
+    def status(self, ending: RunOutcome | None = None) -> RunStatus:
         """The run's status, for callbacks."""
         return RunStatus(
             config=self.resolved.config,
@@ -233,7 +233,7 @@ class Session:
             protects=self.strategy.protects,
             uncovered=self._uncovered,
             directory=self._directory,
-            ending=ending,
+            outcome=ending,
         )
 
     def result(self) -> RunResult:
@@ -256,24 +256,26 @@ class Session:
             self._config,
             self.strategy.ledger,
             own,
-            self.ending,
+            self.outcome,
             path=path,
             rows=self._rows,
             client_splits=self.resolved.read_client_splits,
         )
 
     @property
-    def ending(self) -> Ending:
+    def outcome(self) -> RunOutcome:
         """How the run ended; meaningful only once no further round is made."""
         made, stopped = self.strategy.rounds_done, self._callbacks.stopped
         if self._round_complete and stopped is not None:
-            return Ending("stopped", f"Stopped early: {stopped}.")
+            return RunOutcome("stopped", f"Stopped early: {stopped}.")
         if self._round_complete and made >= self.resolved.config.rounds:
-            return Ending("finished")
+            return RunOutcome("finished")
         if self._round_complete and not self.end_requested:
             why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
-            return Ending("budget", why)
-        return Ending("interrupted", "Interrupted; the model is that of the last complete round.")
+            return RunOutcome("budget", why)
+        return RunOutcome(
+            "interrupted", "Interrupted; the model is that of the last complete round."
+        )
 
     def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Central evaluation of a round; that of the initial model finishes round 0."""
@@ -353,7 +355,7 @@ def running_sessions(sessions: Sequence[Session]) -> Iterator[dict[int, Exceptio
                 session.finish(round_complete=round_complete and index not in failed)
     for index, session in enumerate(sessions):
         error = failed.get(index)
-        resumable = session.end_requested and session.ending.ended == "interrupted"
+        resumable = session.end_requested and session.outcome.ended == "interrupted"
         if error is not None or not resumable:
             failure = "" if error is None else failure_sentence(error)
             write_report(session.resolved, session.evaluation, session.result(), failure)

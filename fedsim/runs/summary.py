@@ -33,7 +33,7 @@ from fedsim.runs.metrics import brief
 from fedsim.runs.record import RunRecord, RunResult
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.runs.resume import refuse_other_run
-from fedsim.runs.run_ledgers import SUMMARY_FORMAT, Ending
+from fedsim.runs.run_ledgers import SUMMARY_FORMAT, RunOutcome
 from fedsim.tasks.metrics import predicted_classes
 from fedsim.training import Trainer
 from fedsim.version import VERSION
@@ -61,10 +61,12 @@ def write_report(
     if directory is None:
         return
     try:
-        ending = Ending("failed", f"It failed: {failure}") if failure else result.ledgers.ending
+        ending = (
+            RunOutcome("failed", f"It failed: {failure}") if failure else result.ledgers.outcome
+        )
         summary = summarise(resolved, evaluation, tensors(result.arrays), ending)
         directory.save_summary(summary)
-        directory.seal()
+        directory.write_manifest()
         directory.save_report(_page(RunRecord.read(directory.path, result.ledgers)))
     except (OSError, FedsimError) as error:
         _log.error("the run is complete, but its report could not be written: %s", error)
@@ -119,7 +121,7 @@ def summarise(
     resolved: Resolved,
     evaluation: CentralEvaluation,
     arrays: Mapping[str, Tensor],
-    ending: Ending,
+    ending: RunOutcome,
 ) -> dict[str, Any]:
     """Summary, for JSON, of a run that has just ended in this process.
 
@@ -129,7 +131,7 @@ def summarise(
     evaluation : CentralEvaluation
     arrays : mapping of name to Tensor
         The final trained parameters.
-    ending : Ending
+    ending : RunOutcome
     """
     summary: dict[str, Any] = {
         **ending._asdict(),

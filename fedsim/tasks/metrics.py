@@ -48,7 +48,7 @@ class ExactSum:
     bad: int = 0
 
     @classmethod
-    def of(cls, values: Tensor | Floats) -> Self:
+    def from_values(cls, values: Tensor | Floats) -> Self:
         """Exact sum of all numbers of an array."""
         if isinstance(values, torch.Tensor):
             values = values.detach().double().numpy()
@@ -194,7 +194,7 @@ class MeanOf(Mean):
                 f"'{name}' gives {shape} for {len(targets)} examples; a loss or a metric of your "
                 f"own must give one number for each, [{len(targets)}]."
             )
-        return state + ExactSum.of(values)
+        return state + ExactSum.from_values(values)
 
 
 def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ class Perplexity(Mean):
         """Sum of cross-entropies after more sequences."""
         logits, classes = counted(outputs, targets)
         losses = torch.nn.functional.cross_entropy(logits, classes, reduction="none")
-        return state + ExactSum.of(losses)
+        return state + ExactSum.from_values(losses)
 
     def finish(self, state: ExactSum) -> float:
         """The perplexity; infinite if it overflows."""
@@ -163,7 +163,7 @@ class CalibrationError(Summed):
         batch = []
         for k in range(self.bins):
             mine = inside == k
-            batch.append((ExactSum.of(confidence[mine]), int(right[mine].sum())))
+            batch.append((ExactSum.from_values(confidence[mine]), int(right[mine].sum())))
         return self.merge(state, batch)
 
     def finish(self, state: Sequence[Any]) -> float:
@@ -275,7 +275,7 @@ class RMSE(Mean):
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
         """Sum of squared errors after more examples."""
         difference = like_targets(outputs, targets).double() - targets.double()
-        return state + ExactSum.of(difference[~targets.isnan()].square())
+        return state + ExactSum.from_values(difference[~targets.isnan()].square())
 
     def finish(self, state: ExactSum) -> float:
         """Root of the mean squared error."""
@@ -305,8 +305,10 @@ class R2(Summed):
             known = ~np.isnan(y)
             y = y[known]
             # The squares must be exact: rounded ones lose a small variance beside a large mean.
-            squares = ExactSum.of(y * y) if _is_single(y) else _exact_squares(y)
-            sums.append((ExactSum.of((y - p[known]) ** 2), ExactSum.of(y), squares))
+            squares = ExactSum.from_values(y * y) if _is_single(y) else _exact_squares(y)
+            sums.append(
+                (ExactSum.from_values((y - p[known]) ** 2), ExactSum.from_values(y), squares)
+            )
         return self.merge(state, sums)
 
     def finish(self, state: Sums) -> float:
@@ -335,5 +337,7 @@ def _exact_squares(y: Floats) -> ExactSum:
     # Veltkamp's splitting with 2^27 + 1: y = a + b, each of 26 bits, so that products are exact.
     a = (y * 134217729.0) - (y * 134217729.0 - y)
     b = y - a
-    total = ExactSum.of(a * a) + ExactSum.of(2 * a * b) + ExactSum.of(b * b)
+    total = (
+        ExactSum.from_values(a * a) + ExactSum.from_values(2 * a * b) + ExactSum.from_values(b * b)
+    )
     return ExactSum(total.units, len(y), total.bad)

@@ -51,7 +51,9 @@ class Workload:
     counts: Ints | None = None
 
     @classmethod
-    def of(cls, work: LocalWork, data: ClientData, counts: Sequence[int] | Ints | None) -> Workload:
+    def from_counts(
+        cls, work: LocalWork, data: ClientData, counts: Sequence[int] | Ints | None
+    ) -> Workload:
         """Build it from each client's own number, or with the same work for all.
 
         Raises
@@ -110,7 +112,7 @@ class Batches:
     weight: Floats
     steps: Ints
 
-    def of(self, clients: slice) -> Batches:
+    def select(self, clients: slice) -> Batches:
         """Batches of some of these clients."""
         steps = self.steps[clients]
         return Batches(self.index[clients, : steps[0]], self.weight[clients, : steps[0]], steps)

@@ -84,7 +84,7 @@ class PersistentState:
         """Entries of the algorithm's state that are kept between rounds."""
         return () if self.kind == "reset" else self.algorithm.carried
 
-    def start(self, shared: Tensor, carried: CarriedState) -> Tensor:
+    def start_parameters(self, shared: Tensor, carried: CarriedState) -> Tensor:
         """Start parameters ``[n, D]`` of ``n`` clients that were sent ``shared [1 or n, D]``.
 
         Both are packed. The result may be one expanded row; ``shared`` is not written to.
@@ -97,12 +97,12 @@ class PersistentState:
         theta[:, personal.positions] = carried.entry(PERSONAL, default=initial)
         return theta
 
-    def evaluated(self, vector: Tensor, client_ids: Ints) -> Tensor:
+    def evaluation_parameters(self, vector: Tensor, client_ids: Ints) -> Tensor:
         """Packed parameters ``[1 or n, D]`` with which these clients evaluate ``vector [d]``."""
         carried = self.store.load(client_ids, None)
         theta = self.personal.shared.pack(vector[None])
         if self.personal:
-            theta = self.start(theta, carried)
+            theta = self.start_parameters(theta, carried)
         return carried.entry(self.algorithm.evaluates, default=theta)
 
     def state(self, client_ids: Ints | None, round: int | None) -> ClientStates:
@@ -111,7 +111,7 @@ class PersistentState:
             return self.store.state()
         if self.kind != "client":
             return {}
-        return self.store.load(client_ids, round).packed(client_ids)
+        return self.store.load(client_ids, round).to_client_states(client_ids)
 
 
 class CarriedState(NamedTuple):
@@ -128,7 +128,7 @@ class CarriedState(NamedTuple):
     present: npt.NDArray[np.bool_]
     rows: Mapping[str, Tensor]
 
-    def at(self, positions: slice) -> CarriedState:
+    def select(self, positions: slice) -> CarriedState:
         """State of the clients at these positions."""
         rows = {name: values[positions] for name, values in self.rows.items()}
         return CarriedState(self.present[positions], rows)
@@ -141,7 +141,7 @@ class CarriedState(NamedTuple):
         present = present.view(-1, *[1] * (default.dim() - 1))
         return torch.where(present, self.rows[name].to(default), default)
 
-    def packed(self, client_ids: Ints) -> ClientStates:
+    def to_client_states(self, client_ids: Ints) -> ClientStates:
         """Rows of the clients that have state, for a checkpoint or another process."""
         rows = self.rows
         if not self.present.all():  # else nothing is copied
@@ -150,7 +150,7 @@ class CarriedState(NamedTuple):
         return {CLIENT_IDS: torch.from_numpy(client_ids[self.present]), **rows}
 
 
-def unpacked(states: ClientStates) -> tuple[Ints, dict[str, Tensor]]:
+def split_client_states(states: ClientStates) -> tuple[Ints, dict[str, Tensor]]:
     """Client ids, and their state by name."""
     if not states:
         return np.zeros(0, dtype=np.int64), {}
@@ -161,14 +161,14 @@ def unpacked(states: ClientStates) -> tuple[Ints, dict[str, Tensor]]:
 class StateStore:
     """Store of clients' state between rounds; this base class keeps none."""
 
-    def join(self, run: str) -> None:
+    def use_run(self, run: str) -> None:
         """Use the state of the run with this id only."""
 
     def load(self, client_ids: Ints, round: int | None) -> CarriedState:
         """State of these clients from before ``round``; the latest if it is None."""
         return CarriedState(np.zeros(len(client_ids), dtype=np.bool_), {})
 
-    def keep(self, states: ClientStates, round: int) -> None:
+    def save(self, states: ClientStates, round: int) -> None:
         """Store these clients' state, as of the end of ``round``."""
 
     def state(self) -> ClientStates:
@@ -178,7 +178,7 @@ class StateStore:
     def restore(self, states: ClientStates) -> None:
         """Replace all state by what `state` returned."""
 
-    def keep_since(self, round: object) -> None:
+    def retain_since(self, round: object) -> None:
         """Also keep states since ``round``, from which the run may resume; None: no such round."""
 
 
@@ -202,9 +202,9 @@ class MemoryStore(StateStore):
         columns = {k: v[index.to(v.device)] for k, v in self._columns.items()}
         return CarriedState(rows != ABSENT, columns)
 
-    def keep(self, states: ClientStates, round: int) -> None:
+    def save(self, states: ClientStates, round: int) -> None:
         """Store all of it, or nothing if memory runs out."""
-        client_ids, state = unpacked(states)
+        client_ids, state = split_client_states(states)
         # A column has at least one row: `load` takes any of them for clients without state.
         if not state or not len(client_ids):
             return
@@ -237,7 +237,7 @@ class MemoryStore(StateStore):
 
     def state(self) -> ClientStates:
         """All clients' state."""
-        return self.load(self.client_ids, None).packed(self.client_ids)
+        return self.load(self.client_ids, None).to_client_states(self.client_ids)
 
     def restore(self, states: ClientStates) -> None:
         """Replace all state by what `state` returned.
@@ -247,7 +247,7 @@ class MemoryStore(StateStore):
         FedsimError
             If it has a client that this population does not.
         """
-        client_ids, _ = unpacked(states)
+        client_ids, _ = split_client_states(states)
         population = len(self._row_of)
         if len(client_ids) and int(client_ids.max()) >= population:
             raise FedsimError(
@@ -255,7 +255,7 @@ class MemoryStore(StateStore):
                 f".. {population - 1}."
             )
         self._row_of[:], self._row_count, self._columns = ABSENT, 0, {}
-        self.keep(states, 0)
+        self.save(states, 0)
 
 
 class FileStore(StateStore):
@@ -264,7 +264,7 @@ class FileStore(StateStore):
     Each round's state is a file of its own, written to a draft and renamed, so that a process
     killed at any instant leaves a whole file or none. Two rounds are kept: a round that is trained
     again must start from the state *before* it, and may find its own file already written.
-    If the last checkpoint is older (`keep_since`), so is the oldest file kept. Files of later
+    If the last checkpoint is older (`retain_since`), so is the oldest file kept. Files of later
     rounds belong to an abandoned attempt, and are removed, lest they pass for the latest state.
 
     Parameters
@@ -273,19 +273,19 @@ class FileStore(StateStore):
         Directory of all runs of one name, with one in it for each run that clients `join`.
     """
 
-    KEEP = 2
+    ROUNDS_STORED = 2
 
     def __init__(self, directory: Path) -> None:
         self.directory = self._of_all_runs = directory
         self._oldest_round: int | None = None
 
-    def join(self, run: str) -> None:
+    def use_run(self, run: str) -> None:
         """Use the run's own directory from now on."""
         # A digest, since a server may send any text.
         name = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self.directory = self._of_all_runs / name
 
-    def keep_since(self, round: object) -> None:
+    def retain_since(self, round: object) -> None:
         """Also keep states of the end of ``round`` and since; None: no such round."""
         self._oldest_round = round if isinstance(round, int) else None
 
@@ -330,9 +330,9 @@ class FileStore(StateStore):
                 rows[name][k] = row
         return CarriedState(present, rows)
 
-    def keep(self, states: ClientStates, round: int) -> None:
+    def save(self, states: ClientStates, round: int) -> None:
         """Write a file for each client, whole or not at all."""
-        client_ids, state = unpacked(states)
+        client_ids, state = split_client_states(states)
         if not state:
             return
         for k, client in enumerate(client_ids.tolist()):
@@ -347,7 +347,7 @@ class FileStore(StateStore):
     def _outdated_files(self, client: int, round: int) -> list[Path]:
         files = self._rounds(client)
         rounds = [file for file in files if file[0] <= round]
-        last = len(rounds) - self.KEEP
+        last = len(rounds) - self.ROUNDS_STORED
         if self._oldest_round is not None:
             # The last file up to that round is the client's state at its end: it must stay too.
             last = min(last, sum(number <= self._oldest_round for number, _ in rounds) - 1)

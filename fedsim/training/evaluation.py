@@ -86,7 +86,10 @@ class Evaluation:
         for first in range(0, len(client_ids), CLIENTS):
             ids = client_ids[first : first + CLIENTS]
             self.data.require_usable(ids.tolist())
-            theta, draws = self.client_state.evaluated(vector, ids), self.trained.draws.evaluation
+            theta, draws = (
+                self.client_state.evaluation_parameters(vector, ids),
+                self.trained.draws.evaluation,
+            )
             paths, by_chunk = self._paths
             self.trained.model.eval()
             values = evaluate_clients(

@@ -141,7 +141,7 @@ class LocalRounds:
             for first in range(0, len(ids), size):
                 block = slice(first, first + size)
                 carried = self.client_state.store.load(ids[block], round)
-                own_batches = None if batches is None else batches.of(block)
+                own_batches = None if batches is None else batches.select(block)
                 yield (
                     group[block],
                     RoundClients(ids[block], round, sources[block], carried, own_batches),
@@ -190,7 +190,7 @@ class LocalRounds:
         """Train a block; its clients' stored state does not change before `finish`."""
         n = len(clients)
         values = self._numbers(numbers, n)
-        start = self.client_state.start(received.parameters, clients.carried)
+        start = self.client_state.start_parameters(received.parameters, clients.carried)
         self._begin_round(clients)
         # Each client gets its own copies, since an algorithm may change them in place.
         named = {k: v.expand(n, -1).clone() for k, v in received.named.items()}
@@ -220,7 +220,7 @@ class LocalRounds:
 
     def finish(self, carried: CarriedState, clients: RoundClients) -> None:
         """Store the state that clients keep: the last thing that happens in a block's round."""
-        self.client_state.store.keep(carried.packed(clients.client_ids), clients.round)
+        self.client_state.store.save(carried.to_client_states(clients.client_ids), clients.round)
         for client in clients.client_ids.tolist():
             self._started_rounds.pop(client, None)
 

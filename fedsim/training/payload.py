@@ -49,7 +49,7 @@ class Personal:
     positions: Tensor
 
     @classmethod
-    def of(cls, model: nn.Module, names: Collection[str]) -> Self:
+    def from_model(cls, model: nn.Module, names: Collection[str]) -> Self:
         """Build it for a model, given the names of its personal parameters.
 
         Raises
@@ -141,7 +141,7 @@ class Payload:
     receives: Mapping[str, Width]
 
     @classmethod
-    def of(cls, shared: Packing, algorithm: LocalAlgorithm) -> Self:
+    def for_algorithm(cls, shared: Packing, algorithm: LocalAlgorithm) -> Self:
         """Build it for the named vectors that an algorithm sends and receives."""
         row = with_vectors(shared.layout, algorithm.sends)
         receives = algorithm.receives

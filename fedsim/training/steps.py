@@ -248,7 +248,7 @@ class StepLoop:
             client, row = slice(k, k + 1), theta[k : k + 1]
             # Copied here, not for all clients at once: the row just written is in the cache.
             own_numbers = {name: values[client] for name, values in numbers.items()}
-            state = self.init_state(row.copy_(start[client]), own_numbers, carried.at(client))
+            state = self.init_state(row.copy_(start[client]), own_numbers, carried.select(client))
             self.run_client(state, k, steps)
             result = self.results(state, 0)
             if result.theta.data_ptr() != row.data_ptr():

@@ -141,7 +141,9 @@ class Trainer:
         self.data = data.to(self.device)
         self.test = test
         trainer_checks.check_settings(algorithm, data, test, counts, max_grad_norm, private=private)
-        self.workload = Workload.of(LocalWork(batch_size, epochs, steps), self.data, counts)
+        self.workload = Workload.from_counts(
+            LocalWork(batch_size, epochs, steps), self.data, counts
+        )
         self.loss: Loss = CrossEntropy() if loss is None else loss
         metrics = {"accuracy": Accuracy()} if metrics is None else metrics
         self.metrics: dict[str, Metric] = {
@@ -152,14 +154,14 @@ class Trainer:
         self.randomness = randomness
         self.privacy = privacy
         self.max_grad_norm = max_grad_norm
-        self.personal = Personal.of(self.model, personal)
+        self.personal = Personal.from_model(self.model, personal)
         trainer_checks.check_algorithm(algorithm, personal=bool(self.personal))
         self.client_state = PersistentState(
             state, algorithm, self.personal, data.population, state_dir
         )
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
-        self.payload = Payload.of(self.personal.shared, algorithm)
+        self.payload = Payload.for_algorithm(self.personal.shared, algorithm)
         self.kernel = choice.resolve_kernel(kernel, self.device)
         self.block_size = choice.max_block_clients(
             self.model, self.packing, self.device, block_size
@@ -178,7 +180,7 @@ class Trainer:
         statistics = trainer_checks.check_statistics(
             model, algorithm, self.personal.names, private=private
         )
-        trained = choice.TrainedModel.of(
+        trained = choice.TrainedModel.inspect(
             model, packing, loss, data, self.kernel, statistics=bool(statistics), private=private
         )
         stepper = Stepper(
@@ -229,7 +231,7 @@ class Trainer:
             a proximal term.
         """
         self.rounds.server_numbers = server_numbers(self.algorithm, config)
-        self.client_state.store.keep_since(config.get(KEEP_SINCE))
+        self.client_state.store.retain_since(config.get(KEEP_SINCE))
         if isinstance(run := config.get(RUN), str):
             self.join(run)
 
@@ -243,7 +245,7 @@ class Trainer:
 
     def join(self, run: str) -> None:
         """Set the run's id, by which its ledger lines and its clients' state are known."""
-        self.client_state.store.join(run)
+        self.client_state.store.use_run(run)
         if self.rounds.releases is not None:
             self.rounds.releases.run = run
 
@@ -257,7 +259,7 @@ class Trainer:
 
     def store_states(self, states: ClientStates, round: int) -> None:
         """Store state that another trainer's `state` returned, as of the end of ``round``."""
-        self.client_state.store.keep(states, round)
+        self.client_state.store.save(states, round)
 
     def restore(self, states: ClientStates) -> None:
         """Replace all clients' state by what `state` returned."""

@@ -36,7 +36,7 @@ FACTORS = tuple(TRAINED)
 
 
 def config_of(*others: str) -> RunConfig:
-    return RunConfig.of([*COMMON, *others])
+    return RunConfig.from_overrides([*COMMON, *others])
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -229,7 +229,7 @@ def made_up() -> Dataset:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(60, 12)).astype(np.float32)
     y = (x[:, 0] + x[:, 1] * x[:, 2] > 0).astype(np.int64) + (x[:, 3] > 1)
-    return Dataset.of("made-up", {"x": x, "y": y}, {"x": x[:9], "y": y[:9]}, classes=3)
+    return Dataset.from_arrays("made-up", {"x": x, "y": y}, {"x": x[:9], "y": y[:9]}, classes=3)
 
 
 def by_hand(
@@ -259,7 +259,7 @@ def test_updates_are_those_of_a_loop_written_by_hand(factors: str) -> None:
     torch.manual_seed(2)
     model, data = Plain(), made_up()
     lora = LoRA(rank=3, alpha=6.0, targets="first", factors=factors)
-    config = RunConfig.of(
+    config = RunConfig.from_overrides(
         ["seed=4", "rounds=3", "partition.clients=1", "client.batch-size=0", "client.lr=0.4",
          "adapter.name=lora", "adapter.rank=3", "adapter.alpha=6.0", "adapter.targets=first",
          f"adapter.factors={factors}", "model.dtype=float64", "engine.device=cpu"]
@@ -320,7 +320,7 @@ def test_what_goes_wrong_silently_elsewhere_is_one_sentence(
     out = tmp_path / "run"
     settings = ["partition.clients=2", "adapter.name=lora", "adapter.rank=2", *changes]
     with pytest.raises(FedsimError) as raised:
-        fedsim.run(RunConfig.of(settings), model=make(), data=made_up(), out=out)
+        fedsim.run(RunConfig.from_overrides(settings), model=make(), data=made_up(), out=out)
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not out.exists()
@@ -328,11 +328,11 @@ def test_what_goes_wrong_silently_elsewhere_is_one_sentence(
 
 def test_keys_of_no_adapter_are_refused() -> None:
     with pytest.raises(FedsimError, match=r"adapter\.rank = 4 has no effect with adapter\.name"):
-        RunConfig.of(["adapter.rank=4"])
+        RunConfig.from_overrides(["adapter.rank=4"])
     with pytest.raises(FedsimError, match=r"adapter\.weights = 'x'; it must be unset while"):
-        RunConfig.of(["adapter.weights=x"])
+        RunConfig.from_overrides(["adapter.weights=x"])
     with pytest.raises(FedsimError, match=r"adapter\.name = 'dora'; did you mean 'lora'"):
-        RunConfig.of(["adapter.name=dora"])
+        RunConfig.from_overrides(["adapter.name=dora"])
 
 
 def test_clients_may_keep_a_factor_to_themselves() -> None:

@@ -125,7 +125,7 @@ def test_an_adapted_model_is_read_by_its_structure(model: Small) -> None:
     adapted_model = LoRA(rank=2, targets="*.query,*.mlp.*")(model, 1).train()
     reading = read(adapted_model, CrossEntropy(), TOKENS, torch.zeros(3, dtype=torch.int64))
     assert reading.structure is not None, reading.why
-    layers = product_layers(reading.structure, Personal.of(adapted_model, []).packing)
+    layers = product_layers(reading.structure, Personal.from_model(adapted_model, []).packing)
     assert layers is not None
     assert len(layers) == 12
 

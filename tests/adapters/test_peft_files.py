@@ -180,8 +180,8 @@ RUN = ["rounds=1", "partition.clients=4", "client.lr=0.2", "model.name=mlp", "mo
 
 def test_the_command_writes_the_folder_and_refuses_what_has_none(tmp_path: Path) -> None:
     run, plain = tmp_path / "run", tmp_path / "plain"
-    fedsim.run(RunConfig.of(RUN), out=run)
-    fedsim.run(RunConfig.of(["rounds=1", "partition.clients=4"]), out=plain)
+    fedsim.run(RunConfig.from_overrides(RUN), out=run)
+    fedsim.run(RunConfig.from_overrides(["rounds=1", "partition.clients=4"]), out=plain)
     merged = tmp_path / "merged.safetensors"
     for words in (
         [str(run), "--to", "peft"],
@@ -264,7 +264,7 @@ def test_peft_loads_what_is_exported_and_its_plain_loop_gives_the_same_updates(t
               "engine.device=cpu"]  # fmt: skip
     expected = {}
     for factors in ("both", "frozen-a"):
-        config = RunConfig.of([*common, f"adapter.factors={factors}"])
+        config = RunConfig.from_overrides([*common, f"adapter.factors={factors}"])
         expected[factors] = tensors(fedsim.run(config, model=model, data=data).arrays)
     lora = LoRA(rank=3, alpha=6.0)
     start = Plain()

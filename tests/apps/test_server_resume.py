@@ -14,7 +14,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.runs.directory import OUT, RUNS, RunDirectory, latest_run
 from fedsim.runs.resolve import resolve
-from fedsim.runs.run_ledgers import Ending
+from fedsim.runs.run_ledgers import RunOutcome
 
 CONFIG = RunConfig.parse(
     {
@@ -78,7 +78,7 @@ def test_a_request_in_its_directory_stops_a_run_after_a_round(tmp_path: Path, mo
     monkeypatch.setattr(server_app, "_Log", Impatient)
     serve(CONFIG, 21)
     assert directory.metrics_file.rows()[-1]["round"] == 2
-    assert Ending.read(directory.path) == ("stopped", "Stopped early: enough.")
+    assert RunOutcome.read(directory.path) == ("stopped", "Stopped early: enough.")
     entries = Ledger.read(directory.ledger).entries
     charged = [(entry.round, entry.through, entry.event.count) for entry in entries]
     assert charged == [(1, None, 1), (2, None, 1), (2, 4, 2)]

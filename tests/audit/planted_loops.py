@@ -27,7 +27,7 @@ DECLARED = 20
 
 
 def released(call: Callable[[SyntheticFederation], Any]) -> Target:
-    return lambda f: TargetRelease.of(call(f), f)
+    return lambda f: TargetRelease.from_result(call(f), f)
 
 
 def clipped(row: np.ndarray, c: float) -> np.ndarray:
@@ -192,7 +192,7 @@ def batches(bug: str) -> Target:
             model = model + (rows.sum(0) + noise) / size
             models.append(model.numpy())
             sampled.append(ids.tolist())
-        return TargetRelease.of({"models": models, "sampled": sampled}, f)
+        return TargetRelease.from_result({"models": models, "sampled": sampled}, f)
 
     return target
 
@@ -310,6 +310,6 @@ def sampler(bug: str) -> Target:
             model = model + (total + noise) / (f.rate * DECLARED)
             models.append(model)
             sampled.append(np.flatnonzero(drawn).tolist())
-        return TargetRelease.of({"models": models, "sampled": sampled}, f)
+        return TargetRelease.from_result({"models": models, "sampled": sampled}, f)
 
     return target

@@ -50,4 +50,4 @@ def test_a_ledger_that_claims_nothing_cannot_be_audited() -> None:
         Entry(event=Event(noise_multiplier=1.0, law=PoissonLaw(), guarantee=False), round=1)
     )
     with pytest.raises(FedsimError, match="no claim to audit"):
-        Claim.of(ledger.entries, 1e-5).curve(0.5)
+        Claim.from_entries(ledger.entries, 1e-5).curve(0.5)

@@ -20,7 +20,7 @@ def white(seed: int = 0, rounds: int = 60, d: int = 2048) -> Floats:
 
 
 def noise_checks(z: Floats, layers: Sequence[slice], sizes: Floats | None = None) -> list[Finding]:
-    noise = NoiseSample.of(z, layers, sizes)
+    noise = NoiseSample.from_noise(z, layers, sizes)
     return findings([(lambda: noise, NOISE)])
 
 

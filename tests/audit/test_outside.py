@@ -96,7 +96,9 @@ def loop(bug: str = "") -> Target:
         numbers = {}
         if bug == "statistics":
             numbers["mean-norm"] = np.full(f.rounds, np.linalg.norm(f.rows, axis=1).mean())
-        return TargetRelease.of({"models": models, "sampled": sampled, "statistics": numbers}, f)
+        return TargetRelease.from_result(
+            {"models": models, "sampled": sampled, "statistics": numbers}, f
+        )
 
     return target
 
@@ -167,7 +169,7 @@ def quantile_clipping(sign: float, late: bool) -> Target:
         return aggregate
 
     call = aggregation_target(make)
-    return lambda federation: TargetRelease.of(call(federation), federation)
+    return lambda federation: TargetRelease.from_result(call(federation), federation)
 
 
 @pytest.mark.slow
@@ -486,7 +488,7 @@ def test_gaussian_noise_for_another_epsilon_is_measured(epsilon: float, part: fl
     def noisy(f: SyntheticFederation) -> TargetRelease:
         draws = np.random.default_rng(f.seed)
         row = clipped(f.rows, f.clip_norm)[-1]
-        return TargetRelease.of([row + part / mu * draws.standard_normal(len(row))], f)
+        return TargetRelease.from_result([row + part / mu * draws.standard_normal(len(row))], f)
 
     claim = TargetClaim(epsilon=epsilon, adjacency="zero-out")
     verdict = audit_target(noisy, claim, runs=60)
@@ -507,7 +509,7 @@ def test_what_a_target_releases_is_refused_in_a_sentence() -> None:
         ({"models": models, "sampled": [[0]]}, "sampled in 1 rounds; there are 2"),
     ):
         with pytest.raises(ValueError, match=words):
-            TargetRelease.of(result, federation)
+            TargetRelease.from_result(result, federation)
 
 
 def test_a_target_that_is_not_finite_or_too_slow_is_not_audited() -> None:

@@ -34,7 +34,7 @@ def draw_checks(
     population: int,
     probabilities: npt.NDArray[np.float64] | None = None,
 ) -> list[Finding]:
-    sampled = Sampled.of(runs, event, population, probabilities=probabilities)
+    sampled = Sampled.from_cohorts(runs, event, population, probabilities=probabilities)
     return findings([(lambda: sampled, DRAWS)])
 
 

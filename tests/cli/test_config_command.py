@@ -95,7 +95,7 @@ def test_what_init_writes_is_the_config_that_was_chosen(tmp_path: Path) -> None:
     for choice in choices:
         arguments += ["--set", choice]
     assert status(*arguments) == 0
-    assert RunConfig.load(out) == RunConfig.of(choices)
+    assert RunConfig.load(out) == RunConfig.from_overrides(choices)
     assert status(*arguments) == 2  # and nothing is overwritten
 
 

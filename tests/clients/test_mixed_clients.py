@@ -161,7 +161,7 @@ def test_it_is_refused_before_anything_is_trained_or_written(tmp_path: Path) -> 
     refused = pytest.raises(FedsimError, match=r"client\.name names MeanOfBlock, which mixes")
     with refused:
         Trainer(make_mlp(), MeanOfBlock(0.1), make_data([5] * 4), randomness=Randomness(1))
-    config = RunConfig.of(["rounds=1", "partition.clients=4"])
+    config = RunConfig.from_overrides(["rounds=1", "partition.clients=4"])
     config = config.replace(**{"client.name": f"{__name__}:MeanOfBlock"})
     with refused:
         fedsim.run(config, out=tmp_path / "run")

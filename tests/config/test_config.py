@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedsim import RunConfig, registry
 from fedsim.config.describe import flower_table
-from fedsim.config.tables import Choice, ConfigTable, is_table
+from fedsim.config.tables import ConfigTable, ObjectTable, is_table
 from fedsim.config.values import read_value
 from fedsim.errors import FedsimError
 from fedsim.runs.resolve import resolve
@@ -229,7 +229,7 @@ NO_PATHS = {
 def test_a_setting_that_speaks_of_a_file_is_marked_as_a_path() -> None:
     def unmarked(table: type[ConfigTable]) -> set[str]:
         settings = [setting for setting in settings_of(table) if setting.type is str]
-        if issubclass(table, Choice):
+        if issubclass(table, ObjectTable):
             names = registry.names(table.kind)
             settings += [
                 s for name in names for s in table.declared_settings(name) if s.type is str
@@ -304,7 +304,7 @@ def test_values_are_read_as_people_type_them(text: str, value: object) -> None:
 
 def test_a_number_may_begin_with_its_point() -> None:
     settings = ["client.lr=.25", "partition.name=dirichlet", "partition.alpha=.5"]
-    config = RunConfig.of(settings)
+    config = RunConfig.from_overrides(settings)
     assert (config.client.lr, config.partition.alpha) == (0.25, 0.5)
 
 
@@ -343,9 +343,9 @@ def test_a_key_of_very_many_parts_is_refused_before_it_is_parsed(tmp_path: Path)
 
 
 def test_a_name_is_no_option_of_a_command() -> None:
-    assert RunConfig.of(["name=a-rf"]).name == "a-rf"
+    assert RunConfig.from_overrides(["name=a-rf"]).name == "a-rf"
     with pytest.raises(FedsimError, match=r"name = '-rf'; it must be .* nor '-' first"):
-        RunConfig.of(["name=-rf"])
+        RunConfig.from_overrides(["name=-rf"])
 
 
 def test_a_key_with_one_legal_value_takes_it_unless_it_is_set() -> None:

@@ -55,7 +55,7 @@ def test_configs_that_are_here_fit_the_schema(
 def test_a_whole_resolved_config_fits_the_schema(
     overrides: list[str], validator: jsonschema.protocols.Validator
 ) -> None:
-    tree = tomllib.loads(RunConfig.of(overrides).to_toml())
+    tree = tomllib.loads(RunConfig.from_overrides(overrides).to_toml())
     assert [error.message for error in validator.iter_errors(tree)] == []
 
 

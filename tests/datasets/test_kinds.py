@@ -220,7 +220,7 @@ def test_what_the_mask_leaves_out_is_not_looked_at(tmp_path: Path) -> None:
     assert load(stored(tmp_path, made, mapped=False)).num_classes == 9
     numbers = np.where(made["mask_train"], 1.5, np.nan)
     floats = arrays(y_train=numbers, y_test=np.ones((4, 5)))
-    data = Dataset.of(
+    data = Dataset.from_arrays(
         "floats",
         {"x": floats["x_train"], "y": numbers, "mask": made["mask_train"]},
         {"x": floats["x_test"], "y": floats["y_test"]},

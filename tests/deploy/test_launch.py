@@ -20,7 +20,7 @@ from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import ArtefactsElsewhere, RunRecord
-from fedsim.runs.run_ledgers import Ending
+from fedsim.runs.run_ledgers import RunOutcome
 from fedsim.strategies import RunFailedError
 
 LOG = """
@@ -180,7 +180,7 @@ def test_callbacks_of_a_federations_run_are_called_and_ask_its_server_to_stop(
                 file.append({"round": number})
                 poll()
                 requests.append(_StopRequest(directory.stop_request(7)).on_round(MagicMock()))
-            directory.finish(Ending("finished"))
+            directory.finish(RunOutcome("finished"))
             return "finished:completed"
 
     monkeypatch.setattr(launch, "Operator", Finishing)
@@ -238,7 +238,7 @@ def test_callbacks_of_a_run_that_fails_when_it_is_resumed_get_no_earlier_ending(
     directory = RunDirectory(tmp_path / "fedsim-run-7")
     directory.path.mkdir()
     directory.metrics_file.start(["round"], [{"round": 0}])
-    directory.finish(Ending("finished"))
+    directory.finish(RunOutcome("finished"))
 
     class Refusing(Failing):
         def __init__(self, home: Path, connection: str) -> None:
@@ -293,6 +293,6 @@ def test_a_run_that_another_directory_of_this_machine_has_is_copied(
 
 def test_a_run_without_a_directory_of_the_users_has_one_with_its_config() -> None:
     """Without it no report of the run can be written, which was said to be an error."""
-    with _directory(None, RunConfig.of(["rounds=3"])) as path:
+    with _directory(None, RunConfig.from_overrides(["rounds=3"])) as path:
         assert RunRecord.read(path).config["rounds"] == 3
     assert not path.exists()

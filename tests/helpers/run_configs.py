@@ -99,9 +99,9 @@ def image_run(settings: list[str], device: str = "cpu") -> tuple[RunConfig, dict
     model = nn.Sequential(
         nn.Conv2d(1, 4, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 4)
     )
-    data = Dataset.of("images", {"x": x, "y": y}, {"x": x[:8], "y": y[:8]}, classes=4)
+    data = Dataset.from_arrays("images", {"x": x, "y": y}, {"x": x[:8], "y": y[:8]}, classes=4)
     common = ["rounds=2", "seed=3", "evaluate.every=0", "partition.clients=6"]
-    config = RunConfig.of([*common, f"engine.device={device}", *settings])
+    config = RunConfig.from_overrides([*common, f"engine.device={device}", *settings])
     return config, {"model": model, "data": data, "partition": IID(clients=6, seed=3)}
 
 
@@ -109,4 +109,4 @@ def run_of(name: str, device: str = "cpu", *others: str) -> tuple[RunConfig, dic
     """The config of a run, and its objects."""
     if name in IMAGES:
         return image_run([*IMAGES[name], *others], device)
-    return RunConfig.of([*BASE, f"engine.device={device}", *RUNS[name], *others]), {}
+    return RunConfig.from_overrides([*BASE, f"engine.device={device}", *RUNS[name], *others]), {}

@@ -64,7 +64,7 @@ class Blobs:
     def __call__(self):
         y = np.arange(self.size) % 3
         part = {"x": np.eye(3, dtype=np.float32)[y], "y": y}
-        return Dataset.of("blobs", part, part, classes=3)
+        return Dataset.from_arrays("blobs", part, part, classes=3)
 """,
     "metric": """
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Certainty(Metric):
         return ExactSum()
 
     def update(self, state, outputs, targets):
-        return state + ExactSum.of(outputs.softmax(-1).amax(-1) ** self.power)
+        return state + ExactSum.from_values(outputs.softmax(-1).amax(-1) ** self.power)
 
     def merge(self, first, second):
         return first + second

@@ -11,7 +11,7 @@ from left_runs import left_run
 from fedsim.errors import FedsimError
 from fedsim.reports.compare_page import compare_page, grouped
 from fedsim.runs.record import RunRecord, read_all
-from fedsim.runs.run_ledgers import Ending, RunLedgers
+from fedsim.runs.run_ledgers import RunLedgers, RunOutcome
 
 
 def records(tmp_path: Path, *runs: dict) -> list[RunRecord]:
@@ -68,7 +68,7 @@ def test_means_are_of_runs_that_have_ended_where_there_are_any(tmp_path: Path) -
     )
     ends = ("finished", "stopped", "failed", "interrupted")
     runs = [
-        replace(run, ledgers=replace(run.ledgers, ending=Ending(end)))
+        replace(run, ledgers=replace(run.ledgers, outcome=RunOutcome(end)))
         for run, end in zip(runs, ends, strict=True)
     ]
     page = compare_page(runs)

@@ -329,7 +329,7 @@ def test_a_run_that_failed_leaves_pages_that_say_so_and_why(tmp_path: Path) -> N
     assert "client.lr, server.lr or another learning rate may be too high" in words
     assert "malformed" not in words
     record = RunRecord.read(tmp_path / "run")
-    assert record.ending.why in words
+    assert record.outcome.why in words
     assert "<td>failed</td>" in compare_page([record])
 
 

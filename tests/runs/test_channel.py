@@ -18,7 +18,7 @@ from fedsim.runs.channel import CHANNEL, CallbackServer, RemoteCallback, remote_
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
-from fedsim.runs.run_ledgers import Ending
+from fedsim.runs.run_ledgers import RunOutcome
 from fedsim.runs.runner import drive
 from fedsim.runs.session import CALLERS_CALLBACKS
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
         )
     assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)
     assert Checkpoints(directory.checkpoint).rounds() == [2]
-    assert Ending.read(directory.path)[0] == "interrupted"
+    assert RunOutcome.read(directory.path)[0] == "interrupted"
 
 
 def test_a_run_ends_if_the_process_that_has_its_directory_is_killed(tmp_path):
@@ -111,7 +111,7 @@ def test_a_run_ends_if_the_process_that_has_its_directory_is_killed(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             drive(resolved, LocalGrid(resolved.trainer), directory, {CALLERS_CALLBACKS: distant})
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert Ending.read(directory.path).ended == "interrupted"
+    assert RunOutcome.read(directory.path).ended == "interrupted"
     assert [row["round"] for row in directory.metrics_file.rows()] == [0, 1]
 
 

@@ -19,7 +19,7 @@ from fedsim.config.sections import (
     PartitionSection,
     ServerSection,
 )
-from fedsim.config.tables import Choice
+from fedsim.config.tables import ObjectTable
 from fedsim.datasets import load
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
@@ -43,7 +43,7 @@ def config(**changes: Any) -> RunConfig:
     return RunConfig().replace(**changes)
 
 
-TABLES: list[type[Choice]] = [
+TABLES: list[type[ObjectTable]] = [
     PartitionSection, ModelSection, ClientSection, CohortSection, MechanismSection, ServerSection,
 ]  # fmt: skip
 
@@ -52,7 +52,7 @@ TABLES: list[type[Choice]] = [
     ("section", "name"), [(s, name) for s in TABLES for name in registry.names(s.kind)]
 )
 def test_a_table_has_the_settings_of_what_it_names_at_their_defaults(
-    section: type[Choice], name: str
+    section: type[ObjectTable], name: str
 ) -> None:
     chosen = {f"{section.table}.{section.selector}": name}
     if section is MechanismSection and name not in {"none", "krum", "median", "trimmed-mean"}:
@@ -62,8 +62,8 @@ def test_a_table_has_the_settings_of_what_it_names_at_their_defaults(
     table = getattr(config(**chosen), section.table)
     settings = section.declared_settings(name)
     defaults = {s.name: s.default for s in settings if s.default is not REQUIRED}
-    assert set(table.own) == {s.name for s in settings}
-    assert defaults.items() <= table.own.items()
+    assert set(table.object_settings) == {s.name for s in settings}
+    assert defaults.items() <= table.object_settings.items()
     made = table.make(clients=100, seed=1, population=100)
     assert {key: getattr(made, key) for key in defaults} == defaults
 
@@ -265,7 +265,7 @@ def test_a_strategy_of_flowers_takes_the_place_of_the_server_table() -> None:
 
 def test_a_block_on_a_gpu_holds_a_cohort() -> None:
     # A GPU computes every step for a whole block.
-    large = RunConfig.of(
+    large = RunConfig.from_overrides(
         ["partition.clients=200", "data.train=:400", "cohort.name=poisson", "cohort.rate=0.25"]
     )
     clients = ClientData(

@@ -209,7 +209,7 @@ def made(x=(40, 4), y=40, test=(10, 4), classes=3, **more):
 def test_a_data_set_that_was_put_together_wrongly_is_one_sentence(
     settings: dict[str, Any], words: str
 ) -> None:
-    config = RunConfig.of(["rounds=1", "partition.clients=4"])
+    config = RunConfig.from_overrides(["rounds=1", "partition.clients=4"])
     with pytest.raises(FedsimError, match=words):
         fedsim.run(config, data=made(**settings))
     assert fedsim.run(config, data=made()).ended == "finished"

@@ -341,7 +341,9 @@ def test_whatever_a_users_partition_deals_by_may_be_owners(settings, strangers, 
     whose, rng = np.repeat(np.arange(4), 6), np.random.default_rng(1)
     rows = {"x": rng.normal(size=(24, 3)).astype(np.float32), "y": np.arange(24) % 2}
     theirs = whose + 4 if strangers else whose
-    data = Dataset.of("p", rows | {"patient": whose}, rows | {"patient": theirs}, classes=2)
+    data = Dataset.from_arrays(
+        "p", rows | {"patient": whose}, rows | {"patient": theirs}, classes=2
+    )
     keys = {"partition.clients": 4, "cohort.name": "full", **PRIVATE, **settings}
     run = partial(fedsim.run, fedsim.RunConfig().replace(**keys), data=data, partition=ByPatient())
     if sentence:

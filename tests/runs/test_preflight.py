@@ -106,7 +106,7 @@ def complex_numbers() -> nn.Module:
     return nn.Linear(64, 10, dtype=torch.complex64)
 
 
-class Ending(nn.Module):
+class RunOutcome(nn.Module):
     """Ten outputs, and what is done with them."""
 
     def __init__(self, ending: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -134,11 +134,11 @@ class Unread(nn.Sequential):
             "cross-entropy",
             "softmax",
         ),
-        (Ending(nn.Softmax(dim=1)), "cross-entropy", "softmax"),
-        (Ending(lambda y: nn.functional.softmax(y, 1)), "cross-entropy", "softmax"),
-        (Ending(lambda y: torch.softmax(y, dim=-1)), "cross-entropy", "softmax"),
-        (Ending(lambda y: y.softmax(-1)), "cross-entropy", "softmax"),
-        (Ending(lambda y: y.softmax(-1).log()), "cross-entropy", ""),
+        (RunOutcome(nn.Softmax(dim=1)), "cross-entropy", "softmax"),
+        (RunOutcome(lambda y: nn.functional.softmax(y, 1)), "cross-entropy", "softmax"),
+        (RunOutcome(lambda y: torch.softmax(y, dim=-1)), "cross-entropy", "softmax"),
+        (RunOutcome(lambda y: y.softmax(-1)), "cross-entropy", "softmax"),
+        (RunOutcome(lambda y: y.softmax(-1).log()), "cross-entropy", ""),
         (Unread(nn.Linear(64, 10), nn.Softmax(dim=1)), "cross-entropy", ""),
         (nn.Sequential(nn.Linear(64, 10), nn.LogSoftmax(dim=1)), "cross-entropy", ""),
         (nn.Sequential(nn.Linear(64, 10), nn.Sigmoid()), "cross-entropy", ""),
@@ -274,7 +274,7 @@ NO_NUMBER = "tests.runs.test_preflight:no_number"
 )
 def test_a_run_that_fails_on_numbers_says_whether_it_was_the_learning_rate(scale, settings, cause):
     x = (FEATURES * scale).astype("float32")
-    config = RunConfig.of([*SMALL, "evaluate.every=0"]).replace(**settings)
+    config = RunConfig.from_overrides([*SMALL, "evaluate.every=0"]).replace(**settings)
     with pytest.raises(RunFailedError, match="learning rate may be too high") as failure:
         fedsim.run(config, data=arrays(x, CLASSES))
     said = str(failure.value)
@@ -292,7 +292,7 @@ def test_a_run_that_fails_on_numbers_says_whether_it_was_the_learning_rate(scale
     ],
 )
 def test_a_metric_that_does_not_fit_is_named_and_not_the_loss(targets, settings, sentence, private):
-    config = RunConfig.of([*SMALL, *settings, *private])
+    config = RunConfig.from_overrides([*SMALL, *settings, *private])
     y = targets.astype("float32") if targets.dtype.kind == "f" else targets
     with pytest.raises(FedsimError, match=f"^task.metrics = {sentence}"):
         fedsim.run(config, data=arrays(FEATURES, y))
@@ -302,7 +302,7 @@ def test_a_loss_without_a_number_is_told_from_made_up_examples_alone(caplog):
     examples = ["client.mechanism.name=clipping", "client.noise.multiplier=1.0", "rounds=1"]
     for settings in ({}, {"task.loss": NO_NUMBER}):
         caplog.clear()
-        config = RunConfig.of([*SMALL, *examples]).replace(**settings)
+        config = RunConfig.from_overrides([*SMALL, *examples]).replace(**settings)
         fedsim.run(config, data=arrays(FEATURES, CLASSES))
         said = [r.message for r in caplog.records if "loss is not finite on made-up" in r.message]
         assert bool(said) == bool(settings)

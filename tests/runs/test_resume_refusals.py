@@ -17,7 +17,7 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import read_all
-from fedsim.runs.run_ledgers import Ending
+from fedsim.runs.run_ledgers import RunOutcome
 from fedsim.runs.summary import complete_record
 
 CONFIG = RunConfig.parse(
@@ -159,7 +159,7 @@ def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(tmp_path):
 
 def test_without_a_run_resume_starts_one(tmp_path):
     fedsim.run(CONFIG, out=tmp_path / "run", resume=True)
-    assert Ending.read(RunDirectory(tmp_path / "run").path) == ("finished", "")
+    assert RunOutcome.read(RunDirectory(tmp_path / "run").path) == ("finished", "")
 
 
 def test_what_is_no_runs_directory_is_refused_untouched(tmp_path):
@@ -170,7 +170,10 @@ def test_what_is_no_runs_directory_is_refused_untouched(tmp_path):
 
 
 def test_a_run_that_somebody_writes_to_is_not_resumed(done):
-    with done.resumed(done.config.read_text()), pytest.raises(FedsimError, match="another run is"):
+    with (
+        done.lock_for_resume(done.config.read_text()),
+        pytest.raises(FedsimError, match="another run is"),
+    ):
         resume(RunDirectory(done.path))
 
 
@@ -184,7 +187,7 @@ def test_a_directory_that_cannot_be_made_ready_for_a_resume_is_put_back(done, mo
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", failing)
-    with pytest.raises(FedsimError, match="cannot be used"), done.resumed("seed = 2\n"):
+    with pytest.raises(FedsimError, match="cannot be used"), done.lock_for_resume("seed = 2\n"):
         pass
     after = {path.name: path.read_bytes() for path in done.path.iterdir() if path.is_file()}
     assert after == before

@@ -123,7 +123,7 @@ def test_files_that_a_user_puts_beside_a_run_stay(tmp_path: Path) -> None:
 
 
 def test_a_run_removes_what_a_killed_one_left_unfinished_and_no_other_file(tmp_path: Path) -> None:
-    for again in (lambda run: run.claim("", overwrite=True), lambda run: run.resumed("")):
+    for again in (lambda run: run.claim("", overwrite=True), lambda run: run.lock_for_resume("")):
         directory = old_run(tmp_path)
         users = [tmp_path / f".{name}" for name in ("mine.0123456789abcdef", "done.backup")]
         for path in (*users, tmp_path / ".model.safetensors.0123456789abcdef"):
@@ -205,7 +205,9 @@ def test_a_run_that_fails_before_it_begins_leaves_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("setting", [True, False])
 def test_a_key_that_is_none_is_refused_before_a_run_is_replaced(setting, tmp_path, monkeypatch):
-    config = RunConfig.of(["rounds=1", "partition.clients=3", "partition.max-examples=30"])
+    config = RunConfig.from_overrides(
+        ["rounds=1", "partition.clients=3", "partition.max-examples=30"]
+    )
     fedsim.run(config, out=tmp_path / "run")
     model = (tmp_path / "run" / "model.safetensors").read_bytes()
     if setting:
@@ -247,7 +249,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused_and_left_as_it_was(
     old = old_run(tmp_path / "old")
     before = files(tmp_path)
     monkeypatch.setattr(os, "fsync", refuse)
-    for opened in (RunDirectory(tmp_path / "run").claim("a = 1\n"), old.resumed("a = 1\n")):
+    for opened in (RunDirectory(tmp_path / "run").claim("a = 1\n"), old.lock_for_resume("a = 1\n")):
         with pytest.raises(FedsimError, match=rf"--out .*\({os.strerror(code)}\)"), opened:
             pass
     assert files(tmp_path) == before
@@ -329,6 +331,6 @@ def test_a_run_begins_while_another_process_looks_whether_the_directory_is_free(
         fcntl.flock(probe, fcntl.LOCK_SH)
         release = threading.Timer(0.02, fcntl.flock, (probe, fcntl.LOCK_UN))
         release.start()
-        assert lock.take()
+        assert lock.acquire()
         release.join()
     lock.release()

@@ -162,7 +162,9 @@ def of_owners(tmp_path: Path) -> Path:
         "noise.multiplier": 0.1,
         "rounds": 1,
     }
-    fedsim.run(RunConfig.of([f"{k}={v}" for k, v in settings.items()]), out=tmp_path / "run")
+    fedsim.run(
+        RunConfig.from_overrides([f"{k}={v}" for k, v in settings.items()]), out=tmp_path / "run"
+    )
     return tmp_path / "run"
 
 
@@ -336,7 +338,7 @@ def test_one_output_without_an_axis_is_a_logit_of_each_class(tmp_path: Path, inn
     config = fedsim.RunConfig().replace(
         **{"rounds": 1, "partition.clients": 2, "task.loss": "binary-cross-entropy"}
     )
-    data = Dataset.of("mine", {"x": x, "y": y}, {"x": x, "y": y}, layout="as-is")
+    data = Dataset.from_arrays("mine", {"x": x, "y": y}, {"x": x, "y": y}, layout="as-is")
     fedsim.run(config, data=data, model=model, out=tmp_path)
     saved = fedsim.load(tmp_path, model=model)
     predicted = saved.predict(x)

@@ -39,7 +39,7 @@ def found_of(
     query: StatisticsRequest, data=NUMBERS, seed: int = 1, **changes: object
 ) -> StatisticsResult:
     config = CONFIG.replace(**{"seed": seed, **changes})
-    plan = StatisticsPlan.of(config, query, data)
+    plan = StatisticsPlan.from_config(config, query, data)
     return plan.result_of(run(plan.config, data=data))
 
 
@@ -79,7 +79,7 @@ def test_shares_of_secure_sums_stay_shares_and_have_the_noise_of_all() -> None:
         "mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.placement": "client",
         "secagg.threshold": 50, "secagg.colluders": 0,
     }  # fmt: skip
-    config = StatisticsPlan.of(CONFIG.replace(**secure), query, CLASSES).config
+    config = StatisticsPlan.from_config(CONFIG.replace(**secure), query, CLASSES).config
     assert (config.noise.placement, config.secagg.threshold) == ("client", 50)
     trusted, masked = (found_of(query, CLASSES, **keys).estimates[-1] for keys in ({}, secure))
     assert masked.error == pytest.approx(2 * trusted.error)  # 200 shares, of which 50 are counted
@@ -153,7 +153,7 @@ def test_statistics_add_up_with_the_rounds_of_a_later_run(
     ).replace(**{"task.loss": "squared-error", "task.metrics": ""})
     own = run(config, data=NUMBERS).statements[0]
     config = config.replace(**{"privacy.ledger": str(tmp_path / "shared.jsonl")})
-    plan = StatisticsPlan.of(
+    plan = StatisticsPlan.from_config(
         config, StatisticsRequest(target_epsilon=0.5, inputs=(-4.0, 4.0)), NUMBERS
     )
     alone = run(plan.config, out=tmp_path / "statistics", data=NUMBERS).statements[0]
@@ -199,7 +199,7 @@ def test_the_command_leaves_a_ledger_a_table_and_a_picture(tmp_path: Path) -> No
 )
 def test_what_cannot_be_asked_is_said(query: StatisticsRequest, data, words: str) -> None:
     with pytest.raises(FedsimError, match=words):
-        StatisticsPlan.of(CONFIG, query, data)
+        StatisticsPlan.from_config(CONFIG, query, data)
 
 
 @pytest.mark.parametrize("text", ["1", "1,0", "a,b", "0,inf", "nan,1", "0,1,2"])

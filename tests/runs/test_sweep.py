@@ -408,9 +408,9 @@ def test_an_axis_reads_values_as_set_does() -> None:
     grid = grid_runs(base, parse_axes(["model.widths=64,[64,64]"]))
     assert [member.point["model.widths"] for member in grid] == ["64", "64,64"]
     for text in ("64,64", "[64,64]", "[64, 64]", "'64,64'"):
-        typed = RunConfig.of(["model.name=mlp", f"model.widths={text}"])
+        typed = RunConfig.from_overrides(["model.name=mlp", f"model.widths={text}"])
         assert typed.model.widths == (64, 64)
-    assert RunConfig.of(["model.name=mlp", "model.widths=64"]).model.widths == (64,)
+    assert RunConfig.from_overrides(["model.name=mlp", "model.widths=64"]).model.widths == (64,)
 
 
 @pytest.mark.parametrize(

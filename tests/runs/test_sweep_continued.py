@@ -51,7 +51,9 @@ def test_rounds_of_a_sweep_that_was_killed_before_any_checkpoint_are_charged_onc
         assert spent == expected
 
 
-@pytest.mark.parametrize(("owner", "name"), [(RunDirectory, "seal"), (session, "write_report")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(RunDirectory, "write_manifest"), (session, "write_report")]
+)
 def test_files_that_a_killed_sweep_had_no_time_to_write_are_written_when_it_is_continued(
     owner: object,
     name: str,

@@ -22,7 +22,7 @@ from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import resolve
-from fedsim.runs.run_ledgers import Ending, RunLedgers
+from fedsim.runs.run_ledgers import RunLedgers, RunOutcome
 from fedsim.runs.sweep import SweepRun, grid_runs, parse_axes, run_sweep
 from fedsim.tasks.named_metrics import Accuracy
 
@@ -100,7 +100,7 @@ def record(
     row = {"round": 4, "test-accuracy": test, "test-loss": 1 - test}
     row |= {} if validation is None else {"validation-accuracy": validation}
     config = {"client.lr": lr, "seed": seed}
-    return RunRecord(Path("run"), config, [row], RunLedgers(ending=Ending(ended)))
+    return RunRecord(Path("run"), config, [row], RunLedgers(outcome=RunOutcome(ended)))
 
 
 def groups(*records: RunRecord) -> list[SeedGroup]:
@@ -192,7 +192,10 @@ def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() ->
 def test_a_run_that_failed_without_a_directory_has_a_line_of_its_own(tmp_path: Path) -> None:
     grid = grid_runs(BASE, parse_axes(["client.lr=0.1,0.2"]))
     left_run(tmp_path / grid[0].label, [{"round": 1, "test-accuracy": 0.5}])
-    outcomes = {grid[0].label: Ending("finished"), grid[1].label: Ending("failed", "It raised.")}
+    outcomes = {
+        grid[0].label: RunOutcome("finished"),
+        grid[1].label: RunOutcome("failed", "It raised."),
+    }
     rows = csv.DictReader(to_csv(grid, read_runs(grid, tmp_path, outcomes), MEASURE).splitlines())
     ends = [(row["outcome"], row["reason"], row["rounds"], row["test-accuracy"]) for row in rows]
     assert ends == [("finished", "", "1", "0.5"), ("failed", "It raised.", "0", "nan")]

@@ -186,7 +186,7 @@ def test_data_from_python_go_the_same_way_and_are_left_as_they_are() -> None:
     assert (result.metrics[-1]["usable"], result.metrics[-1]["failed-raised"]) == (5, 1)
     assert labels[WHICH] == 2
     arrays = {"x": X, "y": changed(Y, 2), "owner": OWNER}
-    found = Dataset.of("mine", arrays, {"x": X[:10], "y": Y[:10]})
+    found = Dataset.from_arrays("mine", arrays, {"x": X[:10], "y": Y[:10]})
     assert found.num_classes == 3
     result = fedsim.run(config(**CLIENT_LEVEL), data=found)
     assert (result.metrics[-1]["usable"], result.metrics[-1]["failed-raised"]) == (5, 1)
@@ -230,7 +230,7 @@ def test_a_mapped_file_keeps_its_bytes_and_no_other_number_is_replaced() -> None
     assert (folder / "y_train.npy").read_bytes() == before
     huge = np.where(np.arange(60) == WHICH, np.uint64(2**63), Y.astype(np.uint64))
     sides = {"x": X, "y": huge}, {"x": X[:10], "y": Y[:10].astype(np.uint64)}
-    made = Dataset.of("huge", *sides, classes=2, protected=True)
+    made = Dataset.from_arrays("huge", *sides, classes=2, protected=True)
     np.testing.assert_array_equal(made.train.y.numpy(), changed(Y, 0))
 
 

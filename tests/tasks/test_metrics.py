@@ -170,13 +170,15 @@ def test_a_metric_is_the_same_number_however_examples_are_cut_and_ordered(
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=64), max_size=30))
 def test_an_exact_sum_is_the_sum_of_rationals(values: list[float]) -> None:
-    total = ExactSum.of(np.array(values))
+    total = ExactSum.from_values(np.array(values))
     assert Fraction(total.units, 1 << 1200) == sum(map(Fraction, values), Fraction(0))
     assert total.count == len(values)
 
 
 def test_what_is_not_finite_makes_a_mean_nan() -> None:
-    assert math.isnan((ExactSum.of(np.array([1.0, np.inf])) + ExactSum.of(np.ones(3))).mean)
+    assert math.isnan(
+        (ExactSum.from_values(np.array([1.0, np.inf])) + ExactSum.from_values(np.ones(3))).mean
+    )
     assert math.isnan(ExactSum().mean)
 
 
@@ -276,7 +278,8 @@ def test_metrics_are_called_by_their_names_and_options() -> None:
     assert metrics_of(["accuracy", "top-k(k=2)"]) == metrics_of("accuracy,top-k(k=2)")
     assert metrics_of("") == {}
     written = [
-        RunConfig.of([f"task.metrics={text}"]) for text in ("auc,f1", "auc , f1,", "auc, f1")
+        RunConfig.from_overrides([f"task.metrics={text}"])
+        for text in ("auc,f1", "auc , f1,", "auc, f1")
     ]
     assert written[0] == written[1] == written[2]
 

@@ -38,7 +38,7 @@ def config_with(kernel: str, *others: str) -> RunConfig:
         "model.name=mlp",
         "model.widths=16",
     ]
-    return RunConfig.of([*settings, f"client.kernel={kernel}", *others])
+    return RunConfig.from_overrides([*settings, f"client.kernel={kernel}", *others])
 
 
 @compiled

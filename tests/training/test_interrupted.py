@@ -261,14 +261,14 @@ def test_clients_never_share_a_row_of_state_after_an_interruption():
     }
     store, counted = MemoryStore(4), Lines()
     with counted:
-        store.keep(states[0], 1)
+        store.save(states[0], 1)
     for number in range(1, counted.count + 1):
         store = MemoryStore(4)
         # Nothing postpones it here: the store's own order must do.
         with pytest.raises(TimeIsUp), alarmed(), Lines(number):
-            store.keep(states[0], 1)
+            store.save(states[0], 1)
         for k in (1, 2, 3, 0):
-            store.keep(states[k], 1)
+            store.save(states[k], 1)
         found = store.load(np.arange(4), None).rows["m"][:, 0]
         assert found.tolist() == [0.0, 1.0, 2.0, 3.0], number
 

@@ -218,7 +218,7 @@ def test_an_example_that_is_counted_once_is_one_clients_and_once(parts: list[lis
     Trainer(nn.Linear(3, 2), SGD(lr=0.1), data, **settings)
 
 
-PRIVATE = fedsim.RunConfig.of(
+PRIVATE = fedsim.RunConfig.from_overrides(
     ["rounds=1", "partition.clients=8", "client.batch-size=4",
      "cohort.name=full", "mechanism.name=clipping", "noise.multiplier=10.0"]
 )  # fmt: skip
@@ -240,7 +240,7 @@ def test_a_private_run_begins_from_the_model_that_was_given_whatever_the_example
     model = Renormed()
     given = {name: value.clone() for name, value in model.state_dict().items()}
     train, test = ({"x": part, "y": part[:, 0] % 2} for part in (tokens[:32], tokens[32:]))
-    data = Dataset.of("tokens", train, test, classes=2, vocabulary=50)
+    data = Dataset.from_arrays("tokens", train, test, classes=2, vocabulary=50)
     starts: list[torch.Tensor] = []
 
     class First(fedsim.Callback):
@@ -269,7 +269,7 @@ def test_a_private_run_begins_whatever_the_first_example_is() -> None:
     x = np.random.default_rng(1).random((40, 4), dtype=np.float32)
     x[:32] = np.nan
     train, test = ({"x": part, "y": np.arange(len(part)) % 2} for part in (x[:32], x[32:]))
-    data = Dataset.of("numbers", train, test, classes=2, protected=True)
+    data = Dataset.from_arrays("numbers", train, test, classes=2, protected=True)
     result = fedsim.run(PRIVATE, data=data, model=Finite())
     assert result.metrics[-1]["failed"] == 8
     with pytest.raises((FedsimError, ValueError), match="inputs must be finite"):

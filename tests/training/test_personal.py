@@ -313,7 +313,7 @@ def test_batch_norm_is_kept_with_its_running_statistics_as_torchs_own(
             local[2] = norms[k].eval()
             loss = F.cross_entropy(local(t.data.x[own]), t.data.y[own]).item()
             assert block.metrics["loss"][k] == pytest.approx(loss, rel=1e-9)
-    own = Personal.of(batch_normalised(), [])
+    own = Personal.from_model(batch_normalised(), [])
     assert not any("running" in name for name in own.shared.slices)  # the server's never has them
 
 

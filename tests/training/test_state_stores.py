@@ -156,7 +156,7 @@ def test_whoever_diverges_first_leaves_the_others_as_they_are(block_size):
 
 def test_columns_of_another_population_are_refused():
     larger = MemoryStore(4)
-    larger.keep({CLIENT_IDS: torch.tensor([3]), "eta": torch.ones(1)}, 1)
+    larger.save({CLIENT_IDS: torch.tensor([3]), "eta": torch.ones(1)}, 1)
     with pytest.raises(FedsimError, match="client 3; this run has clients 0"):
         MemoryStore(3).restore(larger.state())
 
@@ -165,11 +165,11 @@ def test_columns_of_another_population_are_refused():
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
 def test_state_from_a_checkpoint_is_replaced_by_that_of_a_gpus_training(devices, monkeypatch):
     # The ids are given as an array: no tensor can be turned into one in this mode.
-    monkeypatch.setattr("fedsim.training.client_state.unpacked", lambda states: states)
+    monkeypatch.setattr("fedsim.training.client_state.split_client_states", lambda states: states)
     columns = MemoryStore(4)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for number, device in enumerate(devices):
-            columns.keep((np.array([1, 2 + number]), {"eta": torch.ones(2, device=device)}), number)
+            columns.save((np.array([1, 2 + number]), {"eta": torch.ones(2, device=device)}), number)
         loaded = columns.load(np.arange(4), None)
     assert loaded.present.tolist() == [False, True, True, True]
     assert loaded.rows["eta"].device.type == devices[0]

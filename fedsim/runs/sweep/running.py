@@ -24,7 +24,7 @@ from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.resume import resolved_settings
-from fedsim.runs.run_ledgers import Ending
+from fedsim.runs.run_ledgers import RunOutcome
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, running_sessions
 from fedsim.runs.sweep.search import SweepRun
 from fedsim.runs.sweep.together import advance_in_lockstep
@@ -63,7 +63,7 @@ def run_sweep(
     grid: Sequence[SweepRun],
     out: Path,
     observer: Observer | None = None,
-) -> dict[str, Ending]:
+) -> dict[str, RunOutcome]:
     """Make the runs of a grid that have not ended in ``out`` yet.
 
     If a run diverges or raises, it has failed, and the others continue. A run that failed for a
@@ -79,7 +79,7 @@ def run_sweep(
 
     Returns
     -------
-    dict of str to Ending
+    dict of str to RunOutcome
         How each run ended, by its label.
 
     Raises
@@ -117,14 +117,14 @@ def _check_same_clients(grid: Sequence[SweepRun]) -> None:
         )
 
 
-def _run_all(grid: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
+def _run_all(grid: Sequence[SweepRun], sweep: _Sweep) -> dict[str, RunOutcome]:
     """Make the runs to their ends."""
     out = sweep.out
     pending_runs = [run for run in grid if not _is_complete(run, out)]
-    outcomes: dict[str, Ending] = {}
+    outcomes: dict[str, RunOutcome] = {}
     for group in _groups(pending_runs, out):
         outcomes |= _run_group(group, sweep)
-    return {run.label: Ending.read(out / run.label) for run in grid} | outcomes
+    return {run.label: RunOutcome.read(out / run.label) for run in grid} | outcomes
 
 
 def _is_complete(run: SweepRun, out: Path) -> bool:
@@ -195,7 +195,7 @@ def _shared_work_key(run: SweepRun) -> tuple[object, ...]:
     )
 
 
-def _run_group(group: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
+def _run_group(group: Sequence[SweepRun], sweep: _Sweep) -> dict[str, RunOutcome]:
     directories = [RunDirectory(sweep.out / run.label) for run in group]
     with ExitStack() as claims:
         sessions = []
@@ -206,7 +206,9 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
             # Without a checkpoint too: what evidence has of its rounds stays charged.
             resumed = directory.holds_run()
             claims.enter_context(
-                directory.resumed(text) if resumed else directory.claim(text, overwrite=True)
+                directory.lock_for_resume(text)
+                if resumed
+                else directory.claim(text, overwrite=True)
             )
             watching = (
                 {} if sweep.observer is None else {CALLERS_CALLBACKS: _Watcher(run, sweep.observer)}
@@ -214,7 +216,7 @@ def _run_group(group: Sequence[SweepRun], sweep: _Sweep) -> dict[str, Ending]:
             sessions.append(Session(resolved, directory, watching, resume=state))
         with running_sessions(sessions) as failed:
             failed |= _make_rounds(sessions)
-        endings = {index: Ending("failed", failure_sentence(e)) for index, e in failed.items()}
+        endings = {index: RunOutcome("failed", failure_sentence(e)) for index, e in failed.items()}
         for index, error in failed.items():
             if isinstance(error, RunFailedError):  # a repetition would fail again
                 directories[index].finish(endings[index])

@@ -127,7 +127,7 @@ class TrainedModel:
     program: Program | None
 
     @classmethod
-    def of(
+    def inspect(
         cls,
         model: nn.Module,
         packing: Packing,

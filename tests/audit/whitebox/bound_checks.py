@@ -46,7 +46,7 @@ def in_units(observed: Observation, target: Target) -> tuple[Floats, Floats]:
     for index, (move, count) in enumerate(zip(observed.moves, observed.sizes, strict=True)):
         state = observed.states[min(index, len(observed.states) - 1)]
         if known is None or not _same(state, known):
-            scale, known = Scale.of(target.mechanism, state, target.layout), state
+            scale, known = Scale.from_mechanism(target.mechanism, state, target.layout), state
         units[index] = ((move - scale.center) * denominator - count * scale.zero) / scale.radius
         steps[index] = scale.steps(move, denominator, count)
         if (reached[index] * denominator > COARSE * scale.radius * scale.step).any():
@@ -88,7 +88,7 @@ class MeasuredNoise:
     def of_round(self, observed: Observation, index: int, target: Target) -> Floats:
         """Standard deviation of a move's noise in the round with this index, ``[d]``."""
         state = observed.states[min(index, len(observed.states) - 1)]
-        radius = Scale.of(target.mechanism, state, target.layout).radius
+        radius = Scale.from_mechanism(target.mechanism, state, target.layout).radius
         return self.stds * radius / target.plan.denominator
 
 

@@ -129,7 +129,7 @@ class Evidence:
         # A layer without noise is scaled like the others, so that its zeros are found.
         z = self.units / np.where(stds > 0, stds, np.median(stds))
         sizes = np.stack([run.sizes for run in self.runs])
-        return NoiseSample.of(z, self.target.columns, sizes)
+        return NoiseSample.from_noise(z, self.target.columns, sizes)
 
     @cached_property
     def grid(self) -> NoiseSample | None:
@@ -151,7 +151,9 @@ class Evidence:
     def small_noise(self) -> NoiseSample:
         """Noise of a model with few parameters."""
         few, runs = self._small
-        return NoiseSample.of(np.stack([in_units(run, few)[0] for run in runs]), few.columns)
+        return NoiseSample.from_noise(
+            np.stack([in_units(run, few)[0] for run in runs]), few.columns
+        )
 
     @cached_property
     def moving(self) -> list[Observation]:
@@ -179,7 +181,7 @@ class Evidence:
     def several(self) -> Finding:
         """What several canaries at once add, with rows of many lengths."""
         target, layout, mechanism = self.target, self.target.layout, self.target.mechanism
-        radius = Scale.of(mechanism, mechanism.init(layout), layout).radius
+        radius = Scale.from_mechanism(mechanism, mechanism.init(layout), layout).radius
         rounds, turns = target.rounds, 1
         if changes_shape(self.runs[0].states) or target.adapts or self.target.row == "example":
             # Later rounds depend on earlier releases, so that several first rounds are made.
@@ -317,7 +319,7 @@ class ClientEvidence(Evidence):
         if isinstance(cohort, InclusionSampler):
             chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
         cohorts = [run.sampled for run in (*self.runs, *self._small[1])]
-        return Sampled.of(cohorts, target.event, target.population, probabilities=chances)
+        return Sampled.from_cohorts(cohorts, target.event, target.population, probabilities=chances)
 
     @property
     def participation(self) -> tuple[Sampled, Participation] | None:

@@ -259,7 +259,9 @@ class ExampleEvidence(Evidence):
     def silent_release_is_noise(self) -> bool:
         """Whether zero rows add nothing; otherwise unknown batch sizes would matter."""
         target = self.target
-        scale = Scale.of(target.mechanism, target.mechanism.init(target.layout), target.layout)
+        scale = Scale.from_mechanism(
+            target.mechanism, target.mechanism.init(target.layout), target.layout
+        )
         return not scale.zero.any()
 
     @property
@@ -289,7 +291,7 @@ class ExampleEvidence(Evidence):
         size, event = self.target.size, self.target.event
         if self._batches is None or event.law.inclusion(size) is None:
             return None
-        return Sampled.of(self._batches, event, size, "examples")
+        return Sampled.from_cohorts(self._batches, event, size, "examples")
 
     @property
     def passes(self) -> tuple[TrainerTarget, int, Sequence[Sequence[Ints]]] | None:

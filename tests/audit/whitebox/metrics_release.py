@@ -63,7 +63,7 @@ class MetricsEvidence:
         noise = [[run.metrics_sum(n).release() for n in range(1, ROUNDS + 1)] for run in runs]
         std = runs[0].plan.noise.multiplier * joint_norm(runs[0].released.ranges)
         units = np.array(noise) / std
-        return NoiseSample.of(units, [slice(0, units.shape[-1])])
+        return NoiseSample.from_noise(units, [slice(0, units.shape[-1])])
 
     @property
     def same_seed_other_settings(self) -> tuple[Floats, str]:
@@ -93,7 +93,7 @@ class MetricsEvidence:
         population = declared_population(runs[0].plan.sampler)
         grid = LocalGrid(silent_clients(population, 1, ()))
         ids = [[run.evaluators(n, grid).client_ids for n in range(1, ROUNDS + 1)] for run in runs]
-        return Sampled.of(ids, runs[0].plan.event(), population)
+        return Sampled.from_cohorts(ids, runs[0].plan.event(), population)
 
     @property
     def evaluated(self) -> tuple[DPFedAvg, list[Floats]]:

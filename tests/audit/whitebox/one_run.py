@@ -100,7 +100,7 @@ def _coin_run(target: Target, canaries: int, seed: int, run: int) -> tuple[Float
     trainer = Canaries(rows, ok[exist], metrics, silent=population - canaries)
     observed = target.observe(trainer, run_seed)
     moved = torch.from_numpy(observed.moves.sum(0))
-    return (directions @ moved).numpy(), coins, Claim.of(observed.entries, observed.delta)
+    return (directions @ moved).numpy(), coins, Claim.from_entries(observed.entries, observed.delta)
 
 
 def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:

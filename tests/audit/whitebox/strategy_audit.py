@@ -174,7 +174,7 @@ def attack(target: Target, world: World, runs: int, risk: float, seed: int, tick
         for number in range(runs):
             observed = target.observe(clients, int(seeds[side, number]))
             tables.append(target.whitened(observed.table()))
-            claims.add(Claim.of(observed.entries, observed.delta))
+            claims.add(Claim.from_entries(observed.entries, observed.delta))
             tick(1)
     claim = common_claim(claims)
     shown = _stacked(tables)

@@ -33,7 +33,7 @@ settings = [
     "engine.device=cpu", *sys.argv[3:],
 ]
 for workers in sys.argv[2].split(","):
-    config = RunConfig.of([*settings, f"engine.workers={workers}"])
+    config = RunConfig.from_overrides([*settings, f"engine.workers={workers}"])
     try:
         result = fedsim.run(config, model=model)
     except FedsimError as error:
