@@ -9,6 +9,7 @@ import tomli_w
 import yaml
 
 from experiments.leaderboard import leaderboard
+from experiments.papers import papers
 from fedsim import registry
 from fedsim.config.describe import object_names, flower_table, keys
 from fedsim.config.release_keys import keys_outside_release
@@ -74,6 +75,7 @@ def _first_sentence(page: Path) -> str:
 
 FILES = {
     "docs/leaderboard.md": leaderboard,
+    "docs/papers.md": papers,
     "docs/reference/config.md": reference,
     "docs/llms.txt": index_for_models,  # of the pages above it, too
     "pyproject.toml": pyproject,

@@ -52,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "notebook.md": notebook,
         "reference/command.md": command_reference(),
         "reference/python.md": python_reference(),
-        "papers.md": papers(),
+        "experiments.md": experiments(),
         "gallery.md": gallery(),
         "benchmarks.md": benchmarks(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
@@ -145,7 +145,7 @@ def pictures() -> list[Path]:
     return sorted((ROOT / "experiments").rglob("*.png"))
 
 
-def papers() -> str:
+def experiments() -> str:
     """Every figure and table of the papers, from the experiments' stored results and judgements."""
     from experiments.framework.judge import overview
 
