@@ -86,7 +86,7 @@ class Releaser:
 
     The rounds that it serves; parameters and state are public, sums and sources secret::
 
-        releaser, state = Releaser(plan, layout), plan.bound.init(layout)
+        releaser, state = Releaser(plan, layout), plan.mechanism.init(layout)
         for number in range(1, plan.rounds + 1):
             total = releaser.start(state)  # empty
             for rows in blocks(vector, number):

@@ -125,7 +125,7 @@ class ReleasePlan(Generic[MechanismT]):
         plan = ReleasePlan(
             level="client",  # whose rows
             sampler=Poisson(rate=0.1, population=1000),  # these; not who is sampled
-            bound=Clipping(1.0),  # C; not a row, nor its norm
+            mechanism=Clipping(1.0),  # C; not a row, nor its norm
             noise=Independent(1.1),  # the multiplier; not a draw
             rounds=100,  # before the first, if the plan is closed
         )

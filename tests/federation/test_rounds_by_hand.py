@@ -22,7 +22,7 @@ def test_rounds_by_hand_are_the_strategys_and_cost_the_same() -> None:
     plan = ReleasePlan(
         level="client",
         sampler=PoissonCohort(rate=0.6, population=8),
-        bound=Clipping(1.0),
+        mechanism=Clipping(1.0),
         noise=Independent(0.7),
         rounds=3,
     )
@@ -32,7 +32,7 @@ def test_rounds_by_hand_are_the_strategys_and_cost_the_same() -> None:
 
     trainer, ledger = trainer_of_run(), Ledger(delta=1e-5)
     releaser, vector = Releaser(plan, trainer.layout), trainer.initial()
-    initial, state = trainer.layout.unflatten(vector), plan.bound.init(trainer.layout)
+    initial, state = trainer.layout.unflatten(vector), plan.mechanism.init(trainer.layout)
     draws = Draws(randomness, level="client", amplified=plan.amplified)
     for number in range(1, plan.rounds + 1):
         total = releaser.start(state)
