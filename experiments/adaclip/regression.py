@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -34,34 +34,39 @@ from fedsim.mechanisms.base import Released
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.rows import Layout
+from fedsim.settings import Ge
 
-PAPER = "paper"
 FLAT_FACTORS = (2.5, 10.0)  # of the largest error over the smallest that count as flat
 LARGEST = 1e30
+START = "the law of the start"
+RATES = "Other rates"
+OURS = "N(0, I/d)"
+STARTS: Mapping[str, Callable[[int], float]] = {
+    ".01 N(0, I)": lambda d: 100.0,
+    OURS: math.sqrt,
+    "N(0, I)": lambda d: 1.0,
+}
+"""Laws of the start: a standard normal draw in d dimensions is divided by these."""
 
 METHODS = {
     "clipping": ("Abadi", COLOURS["clipping"]),
-    "literal": ("AdaCliP as printed, h2 = C²", COLOURS["literal"]),
+    "literal": ("AdaCliP as printed", COLOURS["literal"]),
     "stabilised": ("AdaCliP, h2 = 4 C², clamped after averaging", COLOURS["adaclip"]),
 }
+FORMS = {"literal": "as printed", "stabilised": "corrected"}
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """Errors at one C, by method: a list for every dimension, with a value per seed.
+    """Errors by method: a list for every dimension, with a value per seed.
 
-    ``rate`` is the common rate of all methods, or None if each method has its best rate.
+    ``notes`` has what was chosen for each, of which ``choices`` are the grids.
     """
 
-    bound: float
-    rate: float | None
+    title: str
     errors: Mapping[str, list[list[float]]]
-    rates: Mapping[str, list[float]]
+    notes: Mapping[str, list[str]]
     choices: list[BestOfGrid]
-
-    @property
-    def name(self) -> str:
-        return f"C = {self.bound:g}, " + (f"rate {self.rate:g}" if self.rate else "best rates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +75,23 @@ class RegressionSettings(Settings):
 
     Attributes
     ----------
-    paper_clip_norm, paper_rate : float
-        The paper's own values, shown first.
+    seeds : int
+        Number of seeds that judge, and choose best rates; ``tuning-seeds`` others choose h2.
+    paper_rate : float
+        The paper's rate, at which h2 is chosen.
+    h2 : list of float
+        Grid of h2 for the printed form.
     rates : list of float
-        Grid of rates: at every C and in every dimension, each method takes the one with the
-        smallest final mean error.
+        Grid of rates: in every dimension, each method takes the one with the smallest final mean
+        error. This is ours: the paper has one rate.
     """
 
     dimensions: list[int]
-    clip_norms: list[float]
+    clip_norm: float = 1.0
     steps: int
-    paper_clip_norm: float = 1.0
     paper_rate: float = 0.01
+    tuning_seeds: Annotated[int, Ge(1)] = 3
+    h2: Annotated[list[float], NOT_EMPTY]
     rates: Annotated[list[float], NOT_EMPTY]
     noise_multiplier: float
     law: Literal["two-point", "normal"] = "two-point"
@@ -93,154 +103,180 @@ class Regression(Experiment):
     settings: RegressionSettings
 
     def members(self) -> list[ExperimentMember]:
-        """One member for every C, dimension and method, with all rates and seeds."""
-        other = ("experiment", "dimensions", "clip-norms", "paper-clip-norm", "paper-rate")
-        common = as_table(self.settings, *other)
-        return [
-            ExperimentMember(
-                _name(method, bound, d),
-                {**common, "clip-norm": bound, "dimension": d, "method": method},
-            )
-            for bound in self.settings.clip_norms
-            for d in self.settings.dimensions
-            for method in METHODS
-        ]
+        """By dimension and method: at the paper's rate from every start, and at all rates."""
+        settings = self.settings
+        other = ("experiment", "dimensions", "clip-norm", "paper-rate", "tuning-seeds", "h2")
+        common = as_table(settings, *other)
+        started = {
+            **common,
+            "rates": [settings.paper_rate],
+            "starts": list(STARTS),
+            "seeds": settings.tuning_seeds + settings.seeds,
+        }
+        members = []
+        for d in settings.dimensions:
+            for method in METHODS:
+                own = {"clip-norm": settings.clip_norm, "dimension": d, "method": method}
+                members += [
+                    ExperimentMember(_started(method, d, h2), {**started, **own, "h2": h2})
+                    for h2 in self._h2(method)
+                ]
+                members.append(ExperimentMember(_rated(method, d), {**common, **own}))
+        return members
+
+    def _h2(self, method: str) -> list[float]:
+        """The grid of h2; 0 for a method's own."""
+        return self.settings.h2 if method == "literal" else [0.0]
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """Final errors ``||theta_T - theta*||^2`` and mean noises, by rate and then by seed."""
-        error, noise, _ = descend(settings, range(1, settings["seeds"] + 1))
-        return {"error": error.tolist(), "noise": noise.tolist()}
+        """Final errors ``||theta_T - theta*||^2``, mean noises and shares of clipped gradients.
+
+        By start or rate, then by seed.
+        """
+        error, noise, clipped = descend(settings, range(1, settings["seeds"] + 1))
+        result = {"error": error.tolist(), "noise": noise.tolist()}
+        return {**result, "clipped": clipped.tolist()} if "starts" in settings else result
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Errors by dimension at every C: tables, a picture and the claims."""
+        """Errors by dimension at the paper's rate from every start, and at best rates."""
         settings = self.settings
-        panels = {PAPER: self._panel(results, settings.paper_clip_norm, settings.paper_rate)}
-        for bound in settings.clip_norms:
-            panels[f"c{bound:g}"] = self._panel(results, bound)
-        return Report(
-            [self._table(panel) for panel in panels.values()],
-            {
-                f"error {method} {name} d={d}": over_seeds(seeds)[0]
-                for name, panel in panels.items()
-                for method in METHODS
-                for d, seeds in zip(settings.dimensions, panel.errors[method], strict=True)
-            },
-            [
-                self._grows(panels[PAPER]),
-                *(
-                    claim
-                    for name, panel in panels.items()
-                    if panel.bound == settings.paper_clip_norm
-                    for claim in self._claims(name, panel)
-                ),
-            ],
-            {"errors": self._picture(list(panels.values()))},
-            [choice for panel in panels.values() for choice in panel.choices],
-        )
-
-    def _panel(
-        self, results: Mapping[str, Result], bound: float, rate: float | None = None
-    ) -> _Panel:
-        """Errors at one C, of every method at a given rate or at its best one."""
-        errors: dict[str, list[list[float]]] = {}
-        rates: dict[str, list[float]] = {}
-        choices = []
-        for method in METHODS:
-            for d in self.settings.dimensions:
-                choice = self._choice(results, method, bound, d)
-                rates.setdefault(method, []).append(rate or choice.value)
-                choices.append(choice)
-                by_rate = results[_name(method, bound, d)]["error"]
-                at = by_rate[self.settings.rates.index(rates[method][-1])]
-                errors.setdefault(method, []).append(at)
-        return _Panel(bound, rate, errors, rates, [] if rate else choices)
-
-    def _choice(
-        self, results: Mapping[str, Result], method: str, bound: float, d: int
-    ) -> BestOfGrid:
-        """Choice of the rate with the smallest mean error; scores are in decibels below 1."""
-        errors = results[_name(method, bound, d)]["error"]
-        scores = {
-            rate: -10 * math.log10(over_seeds(seeds)[0])
-            for rate, seeds in zip(self.settings.rates, errors, strict=True)
+        panels = {start: self._from(results, start) for start in STARTS}
+        best = self._at_best_rates(results)
+        figures = {
+            f"error {method} {start} d={d}": over_seeds(seeds)[0]
+            for start, panel in {**panels, "best": best}.items()
+            for method in METHODS
+            for d, seeds in zip(settings.dimensions, panel.errors[method], strict=True)
         }
-        return BestOfGrid(f"rate of {method} at C = {bound:g}, d = {d}", scores)
-
-    def _table(self, panel: _Panel) -> Table:
-        title = (
-            f"{panel.name}: ||theta_T||^2, mean ± s.d. of {seeds_text(self.settings.seeds)} "
-            f"({'rate' if panel.rate else 'best rate of the common grid'})"
+        return Report(
+            [self._table(f"errors-{k}", panel) for k, panel in enumerate([*panels.values(), best])],
+            figures,
+            [self._grows(panels), *self._claims(panels), *self._ours(best)],
+            {"errors": self._picture([*panels.values(), best])},
+            [choice for panel in (*panels.values(), best) for choice in panel.choices],
         )
+
+    def _from(self, results: Mapping[str, Result], start: str) -> _Panel:
+        """Errors from one start at the paper's rate; h2 is chosen with seeds of its own."""
+        settings, k = self.settings, list(STARTS).index(start)
+        errors: dict[str, list[list[float]]] = {method: [] for method in METHODS}
+        notes: dict[str, list[str]] = {method: [] for method in METHODS}
+        choices = []
+        for d in settings.dimensions:
+            for method in METHODS:
+                by_h2 = {h2: results[_started(method, d, h2)] for h2 in self._h2(method)}
+                scores = {
+                    h2: _decibels(result["error"][k][: settings.tuning_seeds])
+                    for h2, result in by_h2.items()
+                }
+                choice = BestOfGrid(f"h2 from {start}, d = {d}", scores)
+                chosen = by_h2[choice.value]
+                errors[method].append(chosen["error"][k][settings.tuning_seeds :])
+                clipped = 100 * over_seeds(chosen["clipped"][k])[0]
+                h2 = f"h2 = {choice.value:g}, " if choice.value else ""
+                notes[method].append(f"{h2}{clipped:.0f} % clipped")
+                if choice.value:
+                    choices.append(choice)
+        return _Panel(f"start {start}", errors, notes, choices)
+
+    def _at_best_rates(self, results: Mapping[str, Result]) -> _Panel:
+        """Errors of every method at its best rate, by the seeds that judge."""
+        settings = self.settings
+        errors: dict[str, list[list[float]]] = {method: [] for method in METHODS}
+        notes: dict[str, list[str]] = {method: [] for method in METHODS}
+        choices = []
+        for d in settings.dimensions:
+            for method in METHODS:
+                by_rate = dict(
+                    zip(settings.rates, results[_rated(method, d)]["error"], strict=True)
+                )
+                scores = {rate: _decibels(seeds) for rate, seeds in by_rate.items()}
+                choice = BestOfGrid(f"rate of {method} at d = {d}", scores)
+                errors[method].append(by_rate[choice.value])
+                notes[method].append(f"rate {choice.value:g}")
+                choices.append(choice)
+        return _Panel(f"best rates, start {OURS}", errors, notes, choices)
+
+    def _table(self, name: str, panel: _Panel) -> Table:
+        title = f"{panel.title}: ||theta_T||^2, mean ± s.d. of {seeds_text(self.settings.seeds)}"
         rows: list[list[str | float | None]] = [
             [
                 str(d),
                 *(
-                    "{:.3g} ± {:.2g} ({:g})".format(
-                        *over_seeds(panel.errors[method][k]), panel.rates[method][k]
-                    )
+                    f"{_mean(panel.errors[method][k])} ({panel.notes[method][k]})"
                     for method in METHODS
                 ),
             ]
             for k, d in enumerate(self.settings.dimensions)
         ]
-        columns = ["d", *(METHODS[method][0] for method in METHODS)]
-        name = f"errors-{PAPER}" if panel.rate else f"errors-c{panel.bound:g}"
-        return Table(name, title, columns, rows)
+        return Table(name, title, ["d", *(label for label, _ in METHODS.values())], rows)
 
-    def _grows(self, panel: _Panel) -> ExperimentClaim:
+    def _grows(self, panels: Mapping[str, _Panel]) -> ExperimentClaim:
         """Whether clipping's error grows from each dimension to the next."""
-        logs = [np.log10(seeds).tolist() for seeds in panel.errors["clipping"]]
-        steps = [paired(more, fewer) for fewer, more in pairwise(logs)]
-        means = [over_seeds(seeds)[0] for seeds in panel.errors["clipping"]]
-        return ExperimentClaim(
-            f"clipping-grows-{PAPER}",
-            "Fig. 2",
-            f"{panel.name}, {METHODS['clipping'][0]}: error grows with d",
-            all_ahead(steps),
-            ", ".join(f"{mean:.2g}" for mean in means)
-            + f" at d = {', '.join(map(str, self.settings.dimensions))}",
+        readings: dict[str, Outcome] = {}
+        for start, panel in panels.items():
+            logs = [np.log10(seeds).tolist() for seeds in panel.errors["clipping"]]
+            steps = [paired(more, fewer) for fewer, more in pairwise(logs)]
+            means = [over_seeds(seeds)[0] for seeds in panel.errors["clipping"]]
+            readings[f"from {start}"] = all_ahead(steps), ", ".join(f"{m:.2g}" for m in means)
+        return ExperimentClaim.under(
+            "clipping-grows", "Fig. 2", "clipping's error grows with d", START, readings
         )
 
-    def _claims(self, name: str, panel: _Panel) -> list[ExperimentClaim]:
-        below: dict[str, Outcome] = {}
-        flat: dict[str, Outcome] = {}
-        for form, method in (("as printed", "literal"), ("corrected", "stabilised")):
-            # Errors of seeds are orders of magnitude apart: compare factors, not differences.
-            saved = [
-                paired(np.log10(clipping).tolist(), np.log10(adaclip).tolist())
-                for clipping, adaclip in zip(
-                    panel.errors["clipping"], panel.errors[method], strict=True
-                )
-            ]
-            below[form] = (
-                all_ahead(saved),
-                "; ".join(
-                    f"d = {d}: {_factor(difference)}"
-                    for d, difference in zip(self.settings.dimensions, saved, strict=True)
-                ),
-            )
-            means = [over_seeds(seeds)[0] for seeds in panel.errors[method]]
-            for factor in FLAT_FACTORS:
-                flat[f"{form}, to a factor of {factor:g}"] = (
-                    max(means) <= factor * min(means),
-                    f"{min(means):.3g} to {max(means):.3g}",
-                )
+    def _claims(self, panels: Mapping[str, _Panel]) -> list[ExperimentClaim]:
+        """The paper's claims, for both forms of the algorithm from every start."""
+        below = {
+            f"{form} from {start}": self._below(panel, method)
+            for method, form in FORMS.items()
+            for start, panel in panels.items()
+        }
+        flat = {
+            f"{form} from {start}, to a factor of {factor:g}": _flat(panel, method, factor)
+            for method, form in FORMS.items()
+            for start, panel in panels.items()
+            for factor in FLAT_FACTORS
+        }
         return [
             ExperimentClaim.under(
-                f"below-{name}",
+                "below",
                 "Fig. 2",
-                f"{panel.name}: AdaCliP's error is below clipping's in every dimension",
-                FORM,
+                "AdaCliP's error is below clipping's in every dimension",
+                f"{START} and {FORM}",
                 below,
             ),
             ExperimentClaim.under(
-                f"flat-{name}",
+                "flat",
                 "Fig. 2",
-                f"{panel.name}: AdaCliP's error does not depend on d",
-                f"what counts as flat, and {FORM}",
+                "AdaCliP's error does not depend on d",
+                f"what counts as flat, {START} and {FORM}",
                 flat,
             ),
         ]
+
+    def _ours(self, best: _Panel) -> list[ExperimentClaim]:
+        """The same at best rates."""
+        says = "at best rates, AdaCliP's error is below clipping's in every dimension"
+        return [
+            ExperimentClaim(
+                f"{method}-best-rates", RATES, f"{form}: {says}", *self._below(best, method)
+            )
+            for method, form in FORMS.items()
+        ]
+
+    def _below(self, panel: _Panel, method: str) -> Outcome:
+        """Whether a method's error is below clipping's in every dimension, and the factors."""
+        # Errors of seeds are orders of magnitude apart: compare factors, not differences.
+        saved = [
+            paired(np.log10(clipping).tolist(), np.log10(adaclip).tolist())
+            for clipping, adaclip in zip(
+                panel.errors["clipping"], panel.errors[method], strict=True
+            )
+        ]
+        factors = [
+            f"d = {d}: {_factor(difference)}"
+            for d, difference in zip(self.settings.dimensions, saved, strict=True)
+        ]
+        return all_ahead(saved), "; ".join(factors)
 
     def _picture(self, panels: Sequence[_Panel]) -> Figure:
         dimensions = self.settings.dimensions
@@ -263,11 +299,27 @@ class Regression(Experiment):
             axis.set_xticks(dimensions, [str(d) for d in dimensions])
             axis.minorticks_off()
             axis.set_xlabel("dimension")
-            axis.set_title(panel.name, fontsize=10)
+            axis.set_title(panel.title, fontsize=9)
         axes[0].set_ylabel("error $\\|\\theta_T\\|^2$; bars: range of seeds")
         lines, labels = axes[0].get_legend_handles_labels()
         figure.legend(lines, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=3)
         return figure
+
+
+def _flat(panel: _Panel, method: str, factor: float) -> Outcome:
+    """Whether the largest mean error is at most a factor above the smallest."""
+    means = [over_seeds(seeds)[0] for seeds in panel.errors[method]]
+    return max(means) <= factor * min(means), f"{min(means):.2g} to {max(means):.2g}"
+
+
+def _mean(errors: Sequence[float]) -> str:
+    mean, deviation = over_seeds(errors)
+    return f"{mean:.2g} ± {deviation:.2g}"
+
+
+def _decibels(errors: Sequence[float]) -> float:
+    """Mean error in decibels below 1."""
+    return -10 * math.log10(over_seeds(errors)[0])
 
 
 def _factor(decades: Difference) -> str:
@@ -276,16 +328,20 @@ def _factor(decades: Difference) -> str:
     return f"{mean:.2g} [{low:.2g}, {high:.2g}] of it"
 
 
-def _name(method: str, bound: float, d: int) -> str:
-    return f"{method} C={bound:g} d={d}"
+def _rated(method: str, d: int) -> str:
+    return f"{method} C=1 d={d}"
+
+
+def _started(method: str, d: int, h2: float) -> str:
+    return f"{method}{f' h2={h2:g}' if h2 else ''} d={d}"
 
 
 def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """SGD on ``1/2 ||theta - x||^2``, one example per step, x of variance 1 in one coordinate.
 
-    All r rates and n seeds run at once as rows ``[r n, d]``, each with a mechanism state of its
-    own; a test checks that this equals one row through a releaser. Draws of a seed are the same at
-    every rate.
+    All r pairs of a start and a rate, and n seeds, run at once as rows ``[r n, d]``, each with a
+    mechanism state of its own; a test checks that this equals one row through a releaser. Draws of
+    a seed are the same for every pair.
 
     Returns
     -------
@@ -294,28 +350,35 @@ def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> tuple[Tensor, 
         share of clipped gradients.
     """
     d, rates, z = settings["dimension"], settings["rates"], settings["noise-multiplier"]
-    steps, count = settings["steps"], len(rates) * len(seeds)
-    mechanism = make_mechanism(settings["method"], settings["clip-norm"])
+    divisors = [STARTS[name](d) for name in settings.get("starts", [OURS])]
+    runs = len(divisors) * len(rates)
+    steps, count = settings["steps"], runs * len(seeds)
+    mechanism = make_mechanism(settings["method"], settings["clip-norm"], settings.get("h2"))
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     state: State = {name: value.repeat(count, 1) for name, value in mechanism.init(layout).items()}
     randomness = [Randomness(seed) for seed in seeds]
     draws = [r.generator(Purpose.SAMPLE, level="example") for r in randomness]
     noises = [r.generator(Purpose.NOISE, level="example") for r in randomness]
     data = torch.from_numpy(np.array([_examples(g, settings["law"], steps) for g in draws]))
-    starts = [r.generator(Purpose.INIT, level="run").standard_normal(d) for r in randomness]
-    theta = torch.from_numpy(np.array(starts) / np.sqrt(d)).repeat(len(rates), 1)
-    rate = torch.tensor(rates, dtype=torch.float64).repeat_interleave(len(seeds))[:, None]
+    drawn_starts = np.array(
+        [r.generator(Purpose.INIT, level="run").standard_normal(d) for r in randomness]
+    )
+    theta = torch.cat(
+        [torch.from_numpy(drawn_starts / divisor).repeat(len(rates), 1) for divisor in divisors]
+    )
+    rate = torch.tensor(rates, dtype=torch.float64).repeat_interleave(len(seeds))
+    rate = rate.repeat(len(divisors))[:, None]
     noise, clipped = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
     for step in range(steps):
         rows = -theta
-        rows[:, 0] += data[:, step].repeat(len(rates))
+        rows[:, 0] += data[:, step].repeat(runs)
         drawn = torch.from_numpy(np.array([g.standard_normal(d) for g in noises]))
-        drawn = drawn.repeat(len(rates), 1)
+        drawn = drawn.repeat(runs, 1)
         released, long, state = _release(mechanism, state, rows, z, drawn)
         noise += (released - rows).square().sum(1)
         clipped += long
         theta = theta + rate * released
-    shape = len(rates), len(seeds)
+    shape = runs, len(seeds)
     return (
         theta.square().sum(1).nan_to_num(LARGEST, LARGEST).clamp(max=LARGEST).view(shape),
         (noise / steps).view(shape),
@@ -353,13 +416,13 @@ def _examples(generator: np.random.Generator, law: str, steps: int) -> np.ndarra
     return generator.permutation(np.resize([-1.0, 1.0], steps))
 
 
-def make_mechanism(method: str, clip_norm: float) -> Clipping | AdaClip:
-    """The mechanism of a method, at one C."""
+def make_mechanism(method: str, clip_norm: float, h2: float | None = None) -> Clipping | AdaClip:
+    """The mechanism of a method, at one C; ``h2`` is of the printed form, C^2 by default."""
     match method:
         case "clipping":
             return Clipping(clip_norm)
         case "literal":
-            return AdaClip(clip_norm, h2=clip_norm**2, literal=True)
+            return AdaClip(clip_norm, h2=h2 or clip_norm**2, literal=True)
         case _:
             return AdaClip(
                 clip_norm, h2=4.0 * clip_norm**2, gamma=0.5, beta2=0.999, center=False, clamp="post"

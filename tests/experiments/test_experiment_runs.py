@@ -58,7 +58,12 @@ COMMITTED = ROOT / "experiments"
 SMALL: dict[str, dict[str, Any]] = {
     "quadratic": {"clients": 8, "dimension": 12, "columns": 3, "rounds": 6, "steps": 3},
     "das-fmnist": {"epsilons": [8.0], "clip-norms": [1.0, 20.0], "rounds": 6},
-    "adaclip-regression": {"dimensions": [3, 100], "steps": 30, "rates": [0.01, 0.1]},
+    "adaclip-regression": {
+        "dimensions": [3, 100],
+        "steps": 30,
+        "rates": [0.01, 0.1],
+        "h2": [1e-4, 1.0],
+    },
     "adaclip-mnist": {
         "epsilons": [1.0],
         "epochs": [2],
@@ -93,6 +98,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "adaclip-theory": {"draws": 200, "dimensions": [3], "steps": 5},
     "xu": {"digits": 1, "steps": 10},
+    "xu-mnist": {"examples": 100, "batch": 20.0, "epochs": 1, "betas": [5.0, 20.0]},
 }
 
 
