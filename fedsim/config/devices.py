@@ -13,7 +13,7 @@ sampled cohort.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
@@ -22,7 +22,7 @@ import numpy as np
 
 from fedsim import regular_files
 from fedsim.array_types import Bools, Floats, Ints
-from fedsim.config.tables import ConfigTable
+from fedsim.config.tables import ConfigTable, Refusals
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath
@@ -68,7 +68,7 @@ class DevicesSection(ConfigTable, table="devices"):
     """Deadline of a round on the device's simulated clock, in seconds: later replies do not count;
     0 for none."""
 
-    def refusals(self, config: Any) -> Iterator[tuple[str, str]]:
+    def refusals(self, config: Any) -> Refusals:
         """Keys of the table that break a rule of a `RunConfig`, each with what it must be."""
         if self.trace and self.availability != 1:
             yield (

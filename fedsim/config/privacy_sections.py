@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
-from fedsim.config.tables import OUTSIDE_DIGEST, OUTSIDE_RELEASE, ConfigTable, Needs, ObjectTable
+from fedsim.config.tables import (
+    OUTSIDE_DIGEST,
+    OUTSIDE_RELEASE,
+    ConfigTable,
+    Needs,
+    ObjectTable,
+    Refusals,
+)
 from fedsim.config.values import split_top_level
+from fedsim.privacy.exclusions import check_budget, check_private_metrics, refuse_bare_metrics
+from fedsim.privacy.plan import refuse_noise
 from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
 
 Multiplier: TypeAlias = Annotated[
@@ -100,6 +109,31 @@ class NoiseSection(ObjectTable, table="noise"):
     def adds_noise(self) -> bool:
         """Whether the config asks for any noise."""
         return self.target_epsilon is not None or bool(self.multiplier)
+
+    def check(self, config: Any) -> None:
+        """Compare it with the mechanism, unless that is a user's, and a budget with the run."""
+        mechanism = config.mechanism
+        if not mechanism.has_options(mechanism.name):
+            made = mechanism.make()
+            for key in ("multiplier", "target-epsilon"):
+                if amount := getattr(self, key.replace("-", "_")):
+                    refuse_noise(made, f"noise.{key}", amount)
+        check_budget(self.max_epsilon, private=config.private)
+
+    def refusals(self, config: Any) -> Refusals:
+        """Two amounts of noise; none for a bound that gives a guarantee."""
+        amounts, bound = (self.multiplier, self.target_epsilon), config.mechanism
+        if None not in amounts:
+            yield (
+                "noise.multiplier",
+                f"unset while noise.target-epsilon = {self.target_epsilon}, which determines it",
+            )
+        if bound.name != "none" and not bound.is_robust and amounts == (None, None):
+            yield (
+                "noise.multiplier",
+                "a number (0.0 for no noise), or noise.target-epsilon set, while mechanism.name = "
+                f"'{bound.name}'",
+            )
 
 
 @dataclass(frozen=True, init=False)
@@ -208,3 +242,29 @@ class EvaluateSection(ConfigTable, table="evaluate"):
     """Whether quantiles over clients are released too: p10, median and p90."""
     unprotected: bool = False
     """Allow metrics of clients' data, without noise, in a private run."""
+
+    def check(self, config: Any) -> None:
+        """Check which metrics of clients are shown."""
+        if self.private:
+            check_private_metrics(private=config.private, private_examples=config.client.private)
+        elif config.protects and self.clients_every and not self.unprotected:
+            refuse_bare_metrics(f"evaluate.clients-every = {self.clients_every}")
+
+    def refusals(self, config: Any) -> Refusals:
+        """What private evaluations exclude."""
+        if not self.private:
+            return
+        if not 0 < self.clients_every <= config.rounds:
+            yield (
+                "evaluate.private",
+                f"false unless evaluate.clients-every is from 1 to rounds = {config.rounds}",
+            )
+        if self.unprotected:
+            yield "evaluate.private", "false while evaluate.unprotected = true"
+        calibrated = self.multiplier is None and config.noise.target_epsilon is not None
+        if not (self.multiplier or calibrated):
+            yield (
+                "evaluate.multiplier",
+                "above 0 with evaluate.private = true, unless it follows from noise.target-epsilon "
+                "and evaluate.target-share",
+            )

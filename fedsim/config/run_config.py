@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -26,7 +28,6 @@ from fedsim.config.privacy_sections import (
     NoiseSection,
     PrivacySection,
 )
-from fedsim.config.rules import check_rules
 from fedsim.config.sections import (
     AdapterSection,
     CheckpointSection,
@@ -119,7 +120,20 @@ class RunConfig(ConfigTable):
                 implied.append((table, key))
         super().__init__(**given)
         object.__setattr__(self, "implied", tuple(implied))
-        check_rules(self)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse keys that contradict each other, and what no object can be made of.
+
+        A user's objects are made when the run is resolved: reading a config imports no code.
+        """
+        tables = [value for value in vars(self).values() if isinstance(value, ConfigTable)]
+        for key, allowed in chain(*(table.refusals(self) for table in tables)):
+            value = attrgetter(key.replace("-", "_"))(self)
+            value = "" if value is None else value
+            raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
+        for table in tables:
+            table.check(self)
 
     @classmethod
     @check_arguments

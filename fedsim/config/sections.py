@@ -19,10 +19,12 @@ from fedsim.config.tables import (
     NamesOf,
     Needs,
     ObjectTable,
+    Refusals,
     WithNames,
 )
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
+from fedsim.privacy.exclusions import check_bounds_rows, check_private_work
 from fedsim.privacy.local_work import LocalWork
 from fedsim.settings import Constraint, Ge, Gt, Le, NamesPath, NotAllowedError, Text
 
@@ -131,11 +133,20 @@ class ModelSection(ObjectTable, table="model"):
     besides an adapter's."""
     weights: Annotated[str, NamesPath("training")] = ""
     """A .safetensors file whose parameters the model starts from."""
-    weights_for: str = ""
+    weights_for: Annotated[str, Needs("weights")] = ""
     """Shell patterns of the parameters to load from model.weights; empty for all."""
     personal: str = ""
     """Shell patterns of the parameters that each client keeps to itself and evaluates with, such as
     'head.*'; empty for none."""
+
+    def refusals(self, config: Any) -> Refusals:
+        """Personal parameters and evaluations of the global model, which lacks them."""
+        if self.personal and config.evaluate.every:
+            yield (
+                "model.personal",
+                "unset, or evaluate.every = 0: only clients have the whole model, and evaluate it "
+                "with evaluate.clients-every",
+            )
 
 
 @dataclass(frozen=True, init=False)
@@ -147,6 +158,14 @@ class AdapterSection(ObjectTable, table="adapter"):
     bounded and noised."""
     weights: Annotated[str, NamesPath("training")] = ""
     """A folder in peft's format whose adapter the run starts from; empty for a new one."""
+
+    def refusals(self, config: Any) -> Refusals:
+        """Weights of no adapter."""
+        if self.weights and self.name == "none":
+            yield (
+                "adapter.weights",
+                "unset while adapter.name = 'none': there is no adapter that would start from it",
+            )
 
 
 @dataclass(frozen=True, init=False)
@@ -220,6 +239,45 @@ class ClientSection(ObjectTable, table="client"):
         epochs = None if self.steps and self.epochs <= 1 else self.epochs
         return LocalWork(self.batch_size, epochs, self.steps or None)
 
+    def check(self, config: Any) -> None:
+        """Make clients' work and the mechanism for their examples, unless it is a user's."""
+        self.make_work()
+        mechanism = self.mechanism
+        if not mechanism.has_options(mechanism.name):
+            check_bounds_rows(mechanism.make(), "client.mechanism")
+        if mechanism.name != "none":
+            check_private_work(self.work or None, self.max_grad_norm)
+
+    def refusals(self, config: Any) -> Refusals:
+        """Noise on examples without a bound, or the reverse; a rate that would not be kept."""
+        bound, noise = self.mechanism.name, self.noise
+        if noise.max_epsilon is not None and not self.private:
+            yield "client.noise.max-epsilon", "unset where clients do not protect their examples"
+        if bound == "none" and (noise.multiplier, noise.target_epsilon) != (None, None):
+            yield (
+                "client.mechanism.name",
+                "set, to 'clipping' for one, while client.noise says how much noise there is",
+            )
+        if bound != "none" and (noise.multiplier is None) == (noise.target_epsilon is None):
+            yield (
+                "client.noise.multiplier",
+                "set, or client.noise.target-epsilon, and not both, while client.mechanism.name = "
+                f"'{bound}'",
+            )
+        if config.private and noise.target_epsilon is not None:
+            yield (
+                "client.noise.target-epsilon",
+                "unset, with client.noise.multiplier in its place, in a run that protects whole "
+                "clients too: the multiplier that meets it would reveal how many examples clients "
+                "have",
+            )
+        if getattr(self, "adapt_rounds", 0) and self.state == "reset":
+            yield (
+                "client.adapt-rounds",
+                "0 while client.state = 'reset', since the plain steps after so many rounds take "
+                "the rate that was reached; with client.state = 'client' they can",
+            )
+
 
 @dataclass(frozen=True, init=False)
 class CohortSection(ObjectTable, table="cohort"):
@@ -228,6 +286,11 @@ class CohortSection(ObjectTable, table="cohort"):
     filled: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
     name: str = "full"
     """How the clients of a round are sampled."""
+
+    def check(self, config: Any) -> None:
+        """Make the sampler, unless it is a user's."""
+        if not self.has_options(self.name):
+            self.make(population=config.partition.clients, rounds=config.rounds)
 
 
 @dataclass(frozen=True, init=False)
@@ -309,3 +372,12 @@ class EngineSection(ConfigTable, table="engine"):
     # Starting ten virtual clients on two busy cores took more than a minute.
     node_timeout: Annotated[float, Gt(0), Le(1e8)] = 180.0
     """How many seconds to wait for nodes to connect."""
+
+    def refusals(self, config: Any) -> Refusals:
+        """Parts of cores where there are none."""
+        cores = self.cpus_per_worker
+        if self.name == "simulation" and cores != max(1, int(cores)):
+            yield (
+                "engine.cpus-per-worker",
+                "a whole number with engine.name = 'simulation': Flower's keeps whole cores",
+            )

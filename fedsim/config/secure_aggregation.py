@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fedsim.config.tables import OUTSIDE_RELEASE, ConfigTable, Needs
+from fedsim.config.tables import OUTSIDE_RELEASE, ConfigTable, Needs, Refusals
 from fedsim.privacy.placement import PLACEMENTS, Placement, SecureAggregation
 from fedsim.settings import Ge
 
@@ -38,7 +37,7 @@ class SecAggSection(ConfigTable, table="secagg"):
         """Whether the adversary is a server that knows who is sampled: no amplification."""
         return self.threshold > 0 and self.observer == "server"
 
-    def refusals(self, config: Any) -> Iterator[tuple[str, str]]:
+    def refusals(self, config: Any) -> Refusals:
         """Without noise of its own a sum is not protected; and where masks are not simulated."""
         at_clients = PLACEMENTS[config.noise.placement].at_clients
         if self.threshold and not (config.private and at_clients):

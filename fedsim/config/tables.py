@@ -9,10 +9,10 @@ checks. An `ObjectTable` also has the settings of the thing that it names: ``[cl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from fedsim import registry
 from fedsim.arguments import shown
@@ -28,6 +28,10 @@ class WithNames:
     """Marks a key that has an effect only if its table's ``name`` is one of ``names``."""
 
     names: tuple[str, ...]
+
+
+Refusals: TypeAlias = Iterator[tuple[str, str]]
+"""Keys of a config that break a rule, each with what it must be."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,9 @@ class ConfigTable:
 
     table: ClassVar[str] = ""
 
-    def refusals(self, config: Any) -> Iterable[tuple[str, str]]:
+    def refusals(self, config: Any) -> Refusals:
         """Keys that break a rule of the whole ``config``, each with what it must be."""
-        return ()
+        yield from ()
 
     def check(self, config: Any) -> None:
         """Make the objects that refuse themselves what they cannot be in the whole ``config``.

@@ -121,7 +121,7 @@ BAD = {
     ("noise.target-epsilon=1e-9", *PRIVATE[::2]): "from 1e-6 to 1e6",
     ("data.train='5'",): "data.train = '5'; it must be a range such as '10000:'",
     ("data.train='-5:'",): "data.train = '-5:'; it must be a range",
-    ("model.weights-for='fc*'",): "model.weights-for = 'fc*'; it must be unset without",
+    ("model.weights-for='fc*'",): "it must be unset unless model.weights is set.",
     ("client.epochs=0",): "client.epochs is 0; it must be at least 1",
     ("evaluate.fraction=0.5",): "evaluate.fraction = 0.5; it must be 1.0 unless evaluate.clients",
     ("evaluate.target-share=0.2",): "it must be 0.1 unless evaluate.private = true.",
