@@ -28,9 +28,17 @@ PREFIX = "base_model.model."
 
 # Settings of peft's config that change what an adapter computes; LoRA here has none of them.
 _UNSUPPORTED = (
-    "use_rslora", "use_dora", "use_qalora", "fan_in_fan_out", "lora_bias", "rank_pattern",
-    "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices",
-)  # fmt: skip
+    "use_rslora",
+    "use_dora",
+    "use_qalora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+)
 
 
 def peft_files(model: nn.Module, rank: int, alpha: float) -> dict[str, bytes]:

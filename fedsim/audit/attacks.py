@@ -143,17 +143,25 @@ TARGET_WORLDS = (
     TargetWorld("a row of length C", unit_vector(0), 0.0, 1.0, TOO_LITTLE_NOISE),
     TargetWorld("a longer row", unit_vector(40), 0.0, LONG_NORM, UNCLIPPED_ROWS),
     TargetWorld(
-        "a longer row in all arrays", even_unit_vector(), 0.0, LONG_NORM, CLIPPED_ARRAYS,
+        "a longer row in all arrays",
+        even_unit_vector(),
+        0.0,
+        LONG_NORM,
+        CLIPPED_ARRAYS,
         in_all_arrays=True,
     ),
     TargetWorld("a row of zeros among others", unit_vector(1), 1.0, 0.0, COUNTED_DENOMINATOR),
     TargetWorld("a row against all others", unit_vector(2), 1.0, -1.0, COUNTED_DENOMINATOR),
     TargetWorld("a longer row against all others", unit_vector(6), 1.0, -LONG_NORM, CLIPPED_SUM),
     TargetWorld(
-        "a row of many examples", unit_vector(3), 0.0, 1.0,
-        "rows are weighted by numbers that clients report", examples=MANY_EXAMPLES,
+        "a row of many examples",
+        unit_vector(3),
+        0.0,
+        1.0,
+        "rows are weighted by numbers that clients report",
+        examples=MANY_EXAMPLES,
     ),
-)  # fmt: skip
+)
 
 
 ADAPTIVE_WORLDS = (

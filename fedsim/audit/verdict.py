@@ -82,8 +82,13 @@ class Verdict:
             "delta": self.claim.delta,
             "epsilon-at-least": self.epsilon_bound,
             "violations": [
-                {"of": f.part, "test": f.name, "found": f.measured, "likely-cause": f.cause,
-                 "p": f.p_value}
+                {
+                    "of": f.part,
+                    "test": f.name,
+                    "found": f.measured,
+                    "likely-cause": f.cause,
+                    "p": f.p_value,
+                }
                 for f in self.failed
             ],
             "attacks": [
@@ -91,7 +96,7 @@ class Verdict:
                 for f in (attack.finding for attack in self.attacks)
             ],
             "tests": len(self.checks),
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         claimed = f"(epsilon, delta) = ({self.claim.epsilon:.3g}, {self.claim.delta:g})"

@@ -93,12 +93,19 @@ def audit(
     if out is not None:
         check_out(out, ".png")
     claimed: dict[str, Any] = {
-        "noise-multiplier": noise_multiplier, "clip-norm": clip_norm, "rate": rate,
-        "epsilon": epsilon, "delta": delta, "adjacency": adjacency,
-    }  # fmt: skip
+        "noise-multiplier": noise_multiplier,
+        "clip-norm": clip_norm,
+        "rate": rate,
+        "epsilon": epsilon,
+        "delta": delta,
+        "adjacency": adjacency,
+    }
     options: dict[str, Any] = {
-        "seconds": seconds, "runs": runs or 0, "confidence": confidence, "seed": seed,
-    }  # fmt: skip
+        "seconds": seconds,
+        "runs": runs or 0,
+        "confidence": confidence,
+        "seed": seed,
+    }
     if target and config is None:
         _refuse_options({"set", "allow-code"}, "a config; this audit is of a --target")
         if rate is not None and rate < 1:

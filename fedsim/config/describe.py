@@ -95,10 +95,14 @@ def _keys(table: type[ConfigTable]) -> Iterator[Key]:
         }
         yield from _shared(settings_by_name, table.key(""))
         yield Key(
-            table.key("options"), ("module:name",), "a table", "", "",
+            table.key("options"),
+            ("module:name",),
+            "a table",
+            "",
+            "",
             f"Settings of what {table.key(table.selector)} = 'module:name' stands for, by their "
             "names.",
-        )  # fmt: skip
+        )
     for inner in table.tables().values():
         yield from _keys(inner)
 

@@ -220,21 +220,29 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
         _log.warning(
             "%s has numbers in column '%s', but also '%s', so that each of its %s values is a "
             "category: if the column is meant to hold numbers, correct the values that are not.",
-            where, name, text, f"{len(values):,}",
-        )  # fmt: skip
+            where,
+            name,
+            text,
+            f"{len(values):,}",
+        )
     elif not any(math.isnan(number(value.replace(",", "."))) for value in values):
         _log.warning(
             "%s has '%s' in column '%s', and each of its values is a category: if they are "
             "numbers, write decimals after a point, and no commas between thousands.",
-            where, values[0], name,
-        )  # fmt: skip
+            where,
+            values[0],
+            name,
+        )
     elif len(values) > max(FEW_CATEGORIES, len(is_number) // 2):
         _log.warning(
             "%s has %s different texts in the %s rows of column '%s', and each is a category of "
             "its own: if they are dates or names, name inputs without that column, as in "
             "data.columns = 'x=age+sex,y=ill'.",
-            where, f"{len(values):,}", f"{len(is_number):,}", name,
-        )  # fmt: skip
+            where,
+            f"{len(values):,}",
+            f"{len(is_number):,}",
+            name,
+        )
     return CategoryType(tuple(values))
 
 

@@ -138,8 +138,9 @@ class Dataset:
     def __post_init__(self) -> None:
         check_settings(self)
         for name, train, test in (
-            ("x", self.train.x, self.test.x), ("y", self.train.y, self.test.y),
-        ):  # fmt: skip
+            ("x", self.train.x, self.test.x),
+            ("y", self.train.y, self.test.y),
+        ):
             if train.shape[1:] != test.shape[1:]:
                 raise FedsimError(
                     f"{self.name} has {name} of shape {list(train.shape)} for training and "

@@ -83,9 +83,11 @@ def load(
     torch.Size([1437, 64])
     """
     offered = {
-        "directory": Path(directory or "data"), "download": download, "normalize": normalize,
+        "directory": Path(directory or "data"),
+        "download": download,
+        "normalize": normalize,
         "protected": protected,
-    }  # fmt: skip
+    }
     kind = kind_of(name)
     construction = {**offered, "path": name} if kind == "files" else offered
     with registry.current_directory_importable():

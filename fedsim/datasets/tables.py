@@ -307,8 +307,12 @@ class _Reader:
                 "%s has whole numbers up to %s in column '%s', so that the target is one of %s "
                 "classes: if they are amounts, declare them by data.types = '%s=number', with "
                 "task.loss = 'squared-error' and task.metrics = 'rmse', say.",
-                self.where, f"{classes - 1:,}", name, f"{classes:,}", name,
-            )  # fmt: skip
+                self.where,
+                f"{classes - 1:,}",
+                name,
+                f"{classes:,}",
+                name,
+            )
 
     def warn_of_large_scales(self, x: npt.NDArray[Any]) -> None:
         """Warn of numbers so large that steps of a usual size diverge."""
@@ -324,9 +328,13 @@ class _Reader:
                 "%s has numbers of a typical size above %g in %s, on which usual steps diverge: "
                 "set data.normalize = true (normalize=True of from_table), or declare a range, as "
                 "in data.types = '%s=%g:%g'.",
-                self.where, LARGE_SCALE, ", ".join(name for name, _, _ in unscaled), name,
-                low, high if high > low else low + 1,
-            )  # fmt: skip
+                self.where,
+                LARGE_SCALE,
+                ", ".join(name for name, _, _ in unscaled),
+                name,
+                low,
+                high if high > low else low + 1,
+            )
 
     def _input_types(self) -> list[tuple[str, NumberType | CategoryType]]:
         return [(name, self.types[name]) for name in self.roles.inputs]

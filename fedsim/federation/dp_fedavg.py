@@ -198,9 +198,11 @@ evaluate_metrics_aggr_fn
         server_optimizer = server_optimizer or ServerSGD()
         # These names enter the digest that keys the noise: renaming one changes seeded runs.
         settings = {
-            "algorithm": clients.algorithm, "replying": availability.replying,
-            "server-optimizer": server_optimizer, "reachable": availability.reachable,
-        }  # fmt: skip
+            "algorithm": clients.algorithm,
+            "replying": availability.replying,
+            "server-optimizer": server_optimizer,
+            "reachable": availability.reachable,
+        }
         self.randomness = keyed_randomness(seed, plan, settings)
         plan.check_entropy(self.randomness.entropy)
         if isinstance(server_optimizer, Strategy):
@@ -240,10 +242,12 @@ evaluate_metrics_aggr_fn
             plan, self.randomness, min_available_nodes, availability, private=self.protects
         )
         evaluation: dict[str, Any] = {
-            "participants": self.participants, "metrics": metrics, "keys": keys,
+            "participants": self.participants,
+            "metrics": metrics,
+            "keys": keys,
             "fraction": metrics.fraction(fraction_evaluate, protects=self.protects),
             "aggregator": evaluate_metrics_aggr_fn,
-        }  # fmt: skip
+        }
         self.evaluation = (
             ClientEvaluation(**evaluation)
             if metrics.private is None

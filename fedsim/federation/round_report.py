@@ -65,9 +65,13 @@ class RoundReport:
     update_norm: float | None = None
 
     columns: ClassVar[tuple[str, ...]] = (
-        "asked", "usable", "failed", "summed", *(f"failed-{reason}" for reason in REASONS),
+        "asked",
+        "usable",
+        "failed",
+        "summed",
+        *(f"failed-{reason}" for reason in REASONS),
         "ignored-nodes",
-    )  # fmt: skip
+    )
     """Names of the counts of `row`, the same in every run."""
 
     def __str__(self) -> str:

@@ -23,9 +23,12 @@ from fedsim.server_optimizers import ServerOptimizer
 from fedsim.server_optimizers.base import StatefulOptimizer
 
 _FORM = {
-    "round": int, "parameters": list | None, "mechanism": Mapping, "stopped": str | None,
+    "round": int,
+    "parameters": list | None,
+    "mechanism": Mapping,
+    "stopped": str | None,
     "ledger": Mapping,
-}  # fmt: skip
+}
 """Entries that every state of a strategy has, and their types."""
 
 

@@ -104,9 +104,14 @@ class ClassBatches:
             return self._by_arrays(outputs.reshape(count, *shape[-2:]), first).view(shape)
         gradients = outputs.new_empty(shape)
         self._compiled.gradients(
-            self._address, first, count, shape[-1], place, outputs.stride(0),
+            self._address,
+            first,
+            count,
+            shape[-1],
+            place,
+            outputs.stride(0),
             address("gradients", gradients, shape, torch.float32),
-        )  # fmt: skip
+        )
         return gradients
 
     def _by_arrays(self, outputs: Tensor, first: int) -> Tensor:

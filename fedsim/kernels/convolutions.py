@@ -31,17 +31,33 @@ TOLERANCE = 1e-5
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
     "convolve_and_pool": (
-        _POINTER, *[_NUMBER] * 2, *[_POINTER] * 2, _NUMBER, _POINTER, *[_NUMBER] * 6,
-        *[_POINTER] * 3, *[_NUMBER] * 2, *[_POINTER] * 5,
+        _POINTER,
+        *[_NUMBER] * 2,
+        *[_POINTER] * 2,
+        _NUMBER,
+        _POINTER,
+        *[_NUMBER] * 6,
+        *[_POINTER] * 3,
+        *[_NUMBER] * 2,
+        *[_POINTER] * 5,
     ),
     "weight_gradient": (
-        _POINTER, *[_NUMBER] * 2, *[_POINTER] * 2, *[_NUMBER] * 2,
-        _POINTER, *[_NUMBER] * 3, *[_POINTER] * 6,
+        _POINTER,
+        *[_NUMBER] * 2,
+        *[_POINTER] * 2,
+        *[_NUMBER] * 2,
+        _POINTER,
+        *[_NUMBER] * 3,
+        *[_POINTER] * 6,
     ),
     "input_gradient": (
-        *[_POINTER] * 3, *[_NUMBER] * 4, _POINTER, *[_NUMBER] * 4, *[_POINTER] * 7,
+        *[_POINTER] * 3,
+        *[_NUMBER] * 4,
+        _POINTER,
+        *[_NUMBER] * 4,
+        *[_POINTER] * 7,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -170,13 +186,21 @@ def convolve_and_pool(
     whole("the number of windows", down, 1)
     whole("the number of windows", across, 1)
     loaded(compiled or _compiled()).convolve_and_pool(
-        *_images(x, n, patches), _weights(weight, outputs, patches),
+        *_images(x, n, patches),
+        _weights(weight, outputs, patches),
         None if bias is None else address("biases", bias, (outputs,), torch.float32),
-        outputs, _offsets(patches), patches.kernel[0], patches.length, patches.step,
-        patches.stride[1] * patches.image[2], *patches.places,
+        outputs,
+        _offsets(patches),
+        patches.kernel[0],
+        patches.length,
+        patches.step,
+        patches.stride[1] * patches.image[2],
+        *patches.places,
         *((_NUMBER * 2)(*pair) for pair in (windows.size, windows.stride, windows.padding)),
-        down, across, *map(_new_address, (*scratch, largest, winners)),
-    )  # fmt: skip
+        down,
+        across,
+        *map(_new_address, (*scratch, largest, winners)),
+    )
     return largest, winners
 
 
@@ -206,10 +230,16 @@ def weight_gradient(
     )
     gradient = torch.empty(outputs, patches.kernel[0], patches.length, dtype=torch.float32)
     loaded(compiled or _compiled()).weight_gradient(
-        *_images(x, n, patches), *_winners(delta, places, shape, patches), windows, outputs,
-        _offsets(patches), patches.kernel[0], patches.length, patches.step,
+        *_images(x, n, patches),
+        *_winners(delta, places, shape, patches),
+        windows,
+        outputs,
+        _offsets(patches),
+        patches.kernel[0],
+        patches.length,
+        patches.step,
         *map(_new_address, (*scratch, gradient)),
-    )  # fmt: skip
+    )
     return gradient
 
 
@@ -232,10 +262,19 @@ def input_gradient(
     )
     images = torch.zeros(n, *patches.image, dtype=torch.float32)
     loaded(compiled or _compiled()).input_gradient(
-        _weights(weight, outputs, patches), *_winners(delta, places, shape, patches), n,
-        _images(images, n, patches)[2], windows, outputs, _offsets(patches), positions,
-        patches.kernel[0], patches.length, patches.step, *map(_new_address, (*scratch, images)),
-    )  # fmt: skip
+        _weights(weight, outputs, patches),
+        *_winners(delta, places, shape, patches),
+        n,
+        _images(images, n, patches)[2],
+        windows,
+        outputs,
+        _offsets(patches),
+        positions,
+        patches.kernel[0],
+        patches.length,
+        patches.step,
+        *map(_new_address, (*scratch, images)),
+    )
     return images
 
 

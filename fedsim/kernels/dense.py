@@ -106,9 +106,12 @@ class DenseKernel:
         n = sizes("inputs", x, 3)[0]
         buffers = torch.empty(n, self._size, dtype=self.dtype)
         self._compiled.forward(
-            self._address, n, *self._rows("rows", rows, n), *self._inputs(x, n),
+            self._address,
+            n,
+            *self._rows("rows", rows, n),
+            *self._inputs(x, n),
             self._buffers(buffers, n),
-        )  # fmt: skip
+        )
         return buffers
 
     def backward(
@@ -125,10 +128,13 @@ class DenseKernel:
         sizes("the gradient of the outputs", delta, 3)
         delta = delta.contiguous()
         self._compiled.backward(
-            self._address, n, *self._rows("rows", rows, n), self._buffers(buffers, n),
+            self._address,
+            n,
+            *self._rows("rows", rows, n),
+            self._buffers(buffers, n),
             address("the gradient of the outputs", delta, above, self.dtype),
             None if inputs is None else self._inputs(inputs, n)[0],
-        )  # fmt: skip
+        )
         return inputs
 
     def subtract(self, rates: Tensor, old: Tensor, new: Tensor, x: Tensor, buffers: Tensor) -> None:
@@ -138,10 +144,14 @@ class DenseKernel:
         """
         n = sizes("buffers", buffers, 2)[0]
         self._compiled.subtract(
-            self._address, n, address("rates", rates, (n,), self.dtype),
-            *self._rows("rows", old, n), *self._rows("new rows", new, n), *self._inputs(x, n),
+            self._address,
+            n,
+            address("rates", rates, (n,), self.dtype),
+            *self._rows("rows", old, n),
+            *self._rows("new rows", new, n),
+            *self._inputs(x, n),
             self._buffers(buffers, n),
-        )  # fmt: skip
+        )
 
     def inner(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
         """Inner products ``[n]`` of the gradients of two passes, given as (inputs, buffers)."""
@@ -150,11 +160,15 @@ class DenseKernel:
         totals = torch.empty(n, dtype=self.dtype)
         room = torch.empty(2, *square, dtype=self.dtype)
         self._compiled.inner(
-            self._address, n, *self._inputs(x, n), self._buffers(buffers, n),
-            *self._inputs(other_x, n), self._buffers(other_buffers, n),
+            self._address,
+            n,
+            *self._inputs(x, n),
+            self._buffers(buffers, n),
+            *self._inputs(other_x, n),
+            self._buffers(other_buffers, n),
             address("totals", totals, (n,), self.dtype),
             *(address("scratch", part, square, self.dtype) for part in room),
-        )  # fmt: skip
+        )
         return totals
 
     def _rows(self, name: str, rows: Tensor, n: int) -> tuple[int, int]:

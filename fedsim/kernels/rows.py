@@ -58,9 +58,10 @@ def squared_norms(rows: Tensor, compiled: ctypes.CDLL | None = None) -> Tensor:
     scratch = torch.empty(rows.shape[1] // TILE + 1, dtype=torch.float64)
     function = getattr(loaded(compiled or _compiled()), f"squares_{_type(rows)}")
     function(
-        *block, address("scratch", scratch, scratch.shape, torch.float64),
+        *block,
+        address("scratch", scratch, scratch.shape, torch.float64),
         address("squares", squares, squares.shape, torch.float64),
-    )  # fmt: skip
+    )
     return squares
 
 

@@ -95,8 +95,11 @@ class ByOwner(Partition):
             _log.warning(
                 "partition.clients is %s, but the training examples have %s owners (column %s): "
                 "the last %s clients have no examples.",
-                self.clients, len(owners), self.column, self.clients - len(owners),
-            )  # fmt: skip
+                self.clients,
+                len(owners),
+                self.column,
+                self.clients - len(owners),
+            )
         return self._positions_by_owner(owners, column)
 
     def _positions_by_owner(self, owners: npt.NDArray[Any], column: npt.NDArray[Any]) -> list[Ints]:

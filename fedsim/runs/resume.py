@@ -72,8 +72,10 @@ def resumed_config(
     if state is not None and resumed.rounds == state.round:
         _log.warning(
             "the run in %s has finished all %s rounds; --set rounds=N with a "
-            "larger N lets it continue.", directory.path, state.round,
-        )  # fmt: skip
+            "larger N lets it continue.",
+            directory.path,
+            state.round,
+        )
     _refuse_other_plan(start, resumed, directory.path)
     has_state = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):

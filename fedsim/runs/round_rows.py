@@ -117,8 +117,10 @@ class RoundRows:
             _log.warning(
                 "round %s: the learning rates of clients with %.0f %% of the examples stand at "
                 "client.eta-max, %g; a larger limit lets them grow.",
-                row["round"], 100 * share, self._resolved.config.client.eta_max,
-            )  # fmt: skip
+                row["round"],
+                100 * share,
+                self._resolved.config.client.eta_max,
+            )
 
     def spent(self, server_round: int) -> Row:
         """Columns of the privacy spent so far: epsilon at each level, and its marks."""

@@ -42,8 +42,14 @@ EVALUATION = 2**40
 
 # Modules that are known neither to draw nor to change their buffers.
 DETERMINISTIC_MODULES = (
-    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Unflatten, nn.Conv3d, nn.Embedding, *BY_EXAMPLE,
-)  # fmt: skip
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Unflatten,
+    nn.Conv3d,
+    nn.Embedding,
+    *BY_EXAMPLE,
+)
 
 
 @dataclass(frozen=True)

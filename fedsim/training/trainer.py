@@ -277,10 +277,19 @@ class Trainer:
 
     def _copy(self, **changes: Any) -> Self:
         names = (
-            "model", "algorithm", "data", "loss", "metrics", "test", "randomness", "device",
-            "kernel", "privacy", "max_grad_norm",
+            "model",
+            "algorithm",
+            "data",
+            "loss",
+            "metrics",
+            "test",
+            "randomness",
+            "device",
+            "kernel",
+            "privacy",
+            "max_grad_norm",
             "block_size",  # one for all devices of a run, not the rule's for each
-        )  # fmt: skip
+        )
         settings = {name: getattr(self, name) for name in names} | vars(self.workload.work)
         settings |= {"counts": self.workload.counts, "personal": self.personal.names}
         return type(self)(**(settings | changes))

@@ -280,9 +280,14 @@ def _unrolled_layer(layer: Any) -> nn.Module:
     settings = {
         name: getattr(layer, name)
         for name in (
-            "input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional",
+            "input_size",
+            "hidden_size",
+            "num_layers",
+            "bias",
+            "batch_first",
+            "bidirectional",
         )
-    }  # fmt: skip
+    }
     if isinstance(layer, nn.RNN):
         settings["nonlinearity"] = layer.nonlinearity
     unrolled: nn.Module = getattr(layers, f"DP{type(layer).__name__}")(**settings)

@@ -382,13 +382,30 @@ class _Constants(TorchFunctionMode):
 
 
 _FACTORIES = (
-    torch.tensor, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace,
-    torch.logspace, torch.as_tensor, torch.asarray,
-)  # fmt: skip
+    torch.tensor,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.eye,
+    torch.arange,
+    torch.linspace,
+    torch.logspace,
+    torch.as_tensor,
+    torch.asarray,
+)
 _PLAIN = (
-    Tensor, int, float, complex, str, type(None), type(Ellipsis),
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
+    Tensor,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 def _leaves(values: Any) -> list[Any]:

@@ -159,11 +159,26 @@ FUNCTIONS: dict[Any, Rule] = {
 
 
 BY_EXAMPLE = (
-    nn.Conv1d, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.GroupNorm,
-    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-    nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU,
-    nn.Flatten, nn.Identity,
-)  # fmt: skip
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Linear,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.ReLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.GELU,
+    nn.SiLU,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.Flatten,
+    nn.Identity,
+)
 """Modules whose output for an example is a function of that example alone, without random draws."""
 
 
@@ -238,11 +253,32 @@ def _masks(call: NodeCall, *, key: tuple[str, int], attention: tuple[str, int]) 
 
 
 _ACTIVATION_MODULES = (
-    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU,
-    nn.Mish, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish,
-    nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Threshold,
-    nn.Dropout, nn.AlphaDropout, nn.RReLU,
-)  # fmt: skip
+    nn.Identity,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.LogSigmoid,
+    nn.Tanhshrink,
+    nn.Softshrink,
+    nn.Hardshrink,
+    nn.Threshold,
+    nn.Dropout,
+    nn.AlphaDropout,
+    nn.RReLU,
+)
 
 
 def _by_axes(kinds: str, axes: int) -> list[Any]:
