@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,6 @@ from rich.text import Text
 from fedsim.cli.console import ConfigFile, Output, Overrides
 from fedsim.cli.sweep_cost import print_cost
 from fedsim.config import RunConfig
-from fedsim.config.values import split_top_level
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def sweep(
         typer.Option(
             "--over",
             metavar="KEY=V1,V2,..",
-            help="An axis of the grid: a key and its values.",
+            help="An axis of the grid: a key and its values, or any other name and TOML files.",
         ),
     ],
     set_: Overrides = None,
@@ -56,13 +56,19 @@ def sweep(
 
         fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --over seed=1,2,3
 
+    To compare methods, write what each changes into a file, or as tables of one file:
+
+        fedsim sweep digits.toml --over method=fedavg.toml,scaffold.toml --over seed=1,2,3
+
     Every run has a directory of its own; sweep.csv, sweep-seeds.csv (mean and standard deviation
-    over seeds) and sweep.png compare them. An interrupted sweep is continued by starting it again.
-    The exit status is 3 if runs failed; the others are not affected.
+    over seeds), sweep.html, sweep.png and sweep.pdf compare them. An interrupted sweep is continued
+    by starting it again. The exit status is 3 if runs failed; the others are not affected.
     """
     base = _base(config, set_ or [], over)
     # Imported here so that a mistake in the config is reported before torch is loaded.
     from fedsim.privacy.durable import replace
+    from fedsim.reports.compare_page import compare_page
+    from fedsim.reports.page import write
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, over_seeds, read_runs, seeds_csv, to_csv
     from fedsim.runs.sweep import grid_runs, has_run_ended, parse_axes, sweep_measure
@@ -88,11 +94,19 @@ def sweep(
     replace(where / "sweep.csv", to_csv(grid, records, measure).encode())
     replace(where / "sweep-seeds.csv", seeds_csv(settings, measure).encode())
     title = f"{base.name}: test {measure.name} over {axis}"
-    save(draw(settings, measure, axis, title), where / "sweep.png")
+    write(compare_page([record for record in records if record.rows]), where / "sweep.html")
+    picture, files = (
+        draw(settings, measure, axis, title),
+        ["sweep.html", "sweep.csv", "sweep-seeds.csv"],
+    )
+    for name in ("sweep.png", "sweep.pdf"):
+        save(picture, where / name)
+        files.append(name)
     console.print(_table(grid, settings, measure))
     _print_best(console, settings, measure)
     print_cost(console, grid, records, where)
-    console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
+    files = ("sweep.html", "sweep.csv", "sweep-seeds.csv", "sweep.png", "sweep.pdf")
+    console.print(*(str(where / name) for name in files))
     _end_if_failed(console, outcomes)
 
 
@@ -101,10 +115,11 @@ def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:
     try:
         return RunConfig.load(config, set_)
     except FedsimError:
-        axes = [text.partition("=") for text in over]
-        firsts = [f"{key}={split_top_level(values)[0]}" for key, _, values in axes if values]
+        from fedsim.runs.sweep import changes_at, parse_axes
+
         with suppress(FedsimError):
-            return RunConfig.load(config, [*set_, *firsts])
+            firsts = changes_at({axis: values[0] for axis, values in parse_axes(over).items()})
+            return RunConfig.load(config, [*set_, *(f"{k}={v}" for k, v in firsts.items())])
         raise
 
 
@@ -149,8 +164,10 @@ def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Mea
     )
     points = [run.point for run in grid] if single else [setting.point for setting in settings]
     last = "outcome" if single else "seeds"
-    for heading in (*points[0], name, "last five", f"epsilon{shared}", "loss", last):
-        table.add_column(heading, justify="right")
+    for axis in points[0]:
+        table.add_column(axis, justify="right")
+    for heading in (name, "last five", f"epsilon{shared}", "loss", last):
+        table.add_column(heading, justify="right", no_wrap=True)
     for point, setting in zip(points, settings, strict=True):
         record = max(setting.records, key=lambda record: record.last("epsilon") or 0.0)
         epsilon = record.last("epsilon")
@@ -174,7 +191,7 @@ def _print_best(console: Console, settings: Sequence[SeedGroup], measure: Measur
     best, column = best_of(settings, measure), f"validation-{measure.name}"
     if best is not None and len(settings) > 1:
         reached = _spread(best, column, measure.name, recent=True)
-        console.print(f"Best by {column}, {reached}: {best.label}.")
+        console.print(f"Best by {column}, {reached}: {best.label}.{_doubt(best, settings, column)}")
     elif len(settings) > 1 and measure.higher_is_better is None:
         console.print(
             f"No best setting is named: {measure.name} does not say whether higher is better (an "
@@ -185,6 +202,24 @@ def _print_best(console: Console, settings: Sequence[SeedGroup], measure: Measur
             "No best setting is named, since test examples must not choose it; data.validation "
             "holds examples out for that."
         )
+
+
+def _doubt(best: SeedGroup, settings: Sequence[SeedGroup], column: str) -> str:
+    """A sentence if others are as good as the best, as far as the deviation over seeds tells."""
+    spreads = {s.label: s.ended.spread(column, recent=True) for s in settings}
+    top = spreads.pop(best.label)
+    others = {label: spread for label, spread in spreads.items() if spread is not None}
+    if top is None or not others:
+        return ""
+    if top.std is None:
+        return " (One seed each: the difference may be chance.)"
+    near = [
+        label
+        for label, spread in others.items()
+        if abs(top.mean - spread.mean) <= math.hypot(top.std, spread.std or 0.0)
+    ]
+    close = f" Within one standard deviation of the difference: {'; '.join(near)}."
+    return close if near else ""
 
 
 def _end_if_failed(console: Console, outcomes: Mapping[str, RunOutcome]) -> None:

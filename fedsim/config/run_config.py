@@ -156,7 +156,7 @@ class RunConfig(ConfigTable):
             If the file cannot be read or anything in it is not allowed.
         """
         allow(allow_code)
-        return cls._with_changes(_read(path), _parse_overrides(overrides))
+        return cls._with_changes(read_tree(path), _parse_overrides(overrides))
 
     @classmethod
     @check_arguments
@@ -215,7 +215,7 @@ class RunConfig(ConfigTable):
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Flat mapping with dotted keys, for Flower; a table of options becomes a string."""
-        return _flatten(self.to_tree())
+        return flatten(self.to_tree())
 
     def to_toml(self) -> str:
         """The complete config as TOML text."""
@@ -267,10 +267,10 @@ def read_config(path: Path) -> dict[str, Scalar]:
     FedsimError
         If it is not TOML.
     """
-    return _flatten(_read(path))
+    return flatten(read_tree(path))
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def read_tree(path: str | Path) -> dict[str, Any]:
     """Read a TOML file as a nested mapping."""
     try:
         with open(path, "rb", opener=regular_files.opener) as file:
@@ -325,13 +325,14 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
+    """A nested mapping by dotted keys, a table of options as one string."""
     flat: dict[str, Scalar] = {}
     for key, value in tree.items():
         if key == "options" and isinstance(value, Mapping):
             flat[f"{prefix}{key}"] = write_options(value)
         elif isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -158,8 +158,9 @@ def dress(axes: Sequence[Axes], *, lines: bool = True) -> None:
 
 
 def save(figure: Figure, path: Path, *, dpi: int = 96) -> None:
-    """Write a figure as a PNG, atomically; its directory is created."""
+    """Write a figure as PNG or PDF, by the path's suffix, atomically; its directory is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=dpi)
-    replace(path, png.getvalue())
+    drawn, kind = io.BytesIO(), path.suffix.removeprefix(".")
+    dates = {"CreationDate": None} if kind == "pdf" else {}  # the same bytes each time
+    figure.savefig(drawn, format=kind, dpi=dpi, metadata=dates)
+    replace(path, drawn.getvalue())

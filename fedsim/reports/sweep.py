@@ -165,7 +165,7 @@ def draw(settings: Sequence[SeedGroup], measure: Measure, axis: str, title: str)
     """
     column = f"test-{measure.name}"
     shown = _numbers_of(settings, column, axis)
-    y = f"{display_name(column)}, mean of the last evaluations (at most five)"
+    y = f"{display_name(column)}, mean of the last five"
     about = _about(settings, [spread for _, _, spread in shown])
     values = [value for value, _, _ in shown]
     if any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
@@ -216,7 +216,7 @@ def _about(settings: Sequence[SeedGroup], spreads: Sequence[Spread]) -> str:
     about = ""
     if counts:
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        about = f"mean of {seeds} seeds; bands: one standard deviation on either side"
+        about = f"mean of {seeds} seeds, one standard deviation to either side"
     missing = sum(len(setting.records) - len(setting.ended.records) for setting in settings)
     if missing:
         about += f"{'; ' * bool(about)}{missing} runs that failed are left out"

@@ -413,6 +413,33 @@ def test_an_axis_reads_values_as_set_does() -> None:
     assert RunConfig.from_overrides(["model.name=mlp", "model.widths=64"]).model.widths == (64,)
 
 
+def test_files_are_named_values_of_an_axis_that_is_no_key(tmp_path: Path) -> None:
+    single, several = tmp_path / "prox.toml", tmp_path / "methods.toml"
+    single.write_text("client.proximal = 0.5\n")
+    several.write_text("[SCAFFOLD]\nclient.name = 'scaffold'\n[big.client]\nlr = 0.5\n")
+    axes = parse_axes([f"method={single},{several}", "seed=1,2"])
+    grid = grid_runs(RunConfig.parse({}), axes)
+    assert [run.label for run in grid] == [
+        f"method={name},seed={seed}" for name in ("prox", "SCAFFOLD", "big") for seed in (1, 2)
+    ]
+    prox, scaffold, big = (run.config for run in grid[::2])
+    assert prox == RunConfig.parse({"client": {"proximal": 0.5}})
+    assert scaffold == RunConfig.parse({"client": {"name": "scaffold"}})
+    assert big == RunConfig.parse({"client": {"lr": 0.5}})
+
+
+def test_two_axes_that_set_one_key_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("client.lr = 0.5\n")
+    for overs in ([f"method={file}", "client.lr=0.1"], [f"a={file}", f"b={file}"]):
+        with pytest.raises(FedsimError, match=r"sets client\.lr, which another axis sets too"):
+            grid_runs(RunConfig.parse({}), parse_axes(overs))
+    same = tmp_path / "same.toml"
+    same.write_text(file.read_text())
+    with pytest.raises(FedsimError, match="--over method has a value twice"):
+        grid_runs(RunConfig.parse({}), parse_axes([f"method={file},{same}"]))
+
+
 @pytest.mark.parametrize(
     "over",
     [

@@ -123,7 +123,7 @@ def test_seeds_are_a_mean_and_the_standard_deviation_of_one_seed() -> None:
     assert float(rows[0]["test-accuracy-last-five-std"]) == pytest.approx(math.sqrt(0.02))
     assert rows[1]["test-accuracy-last-five-std"] == ""
     figure = draw(settings, MEASURE, "client.lr", "picture")
-    assert "2 seeds; bands: one standard deviation" in figure.axes[0].get_title("left")
+    assert "2 seeds, one standard deviation to either side" in figure.axes[0].get_title("left")
 
 
 def test_a_key_that_the_config_lacks_may_be_an_axis_of_quoted_values(
@@ -272,3 +272,25 @@ def test_no_best_setting_is_named_by_a_metric_that_does_not_say_what_is_better()
     for measure, best in ((MEASURE, {"client.lr": 0.1}), (Measure("accuracy", None), None)):
         named = best_of(settings, measure)
         assert (named and named.point) == best
+
+
+def test_a_best_setting_within_the_spread_over_seeds_is_doubted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(
+        "rounds = 2\ndata.validation = 0.2\npartition.clients = 4\ntask.metrics = 'accuracy'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    same, far = "client.lr=0.1,0.1001", "client.lr=0.001,0.5"
+    for over, seeds, expected in (
+        (same, "seed=1,2", "Within one standard deviation of the difference: client.lr"),
+        (same, "seed=1", "One seed each"),
+        (far, "seed=1,2", ""),
+    ):
+        with pytest.raises(SystemExit):
+            main(["sweep", "config.toml", "--over", over, "--over", seeds, "--out", over + seeds])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "Best by validation-accuracy" in said
+        assert expected in said
+        assert expected or "deviation of the difference" not in said
+        assert (tmp_path / f"{over}{seeds}" / "sweep.pdf").read_bytes().startswith(b"%PDF")

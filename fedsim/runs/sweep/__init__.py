@@ -1,10 +1,19 @@
 """Sweeps: runs for a grid of values of a config's keys, trained together."""
 
 from fedsim.runs.sweep.running import has_run_ended, run_sweep
-from fedsim.runs.sweep.search import SweepRun, grid_runs, parse_axes, sweep_measure
+from fedsim.runs.sweep.search import (
+    SweepRun,
+    Variant,
+    changes_at,
+    grid_runs,
+    parse_axes,
+    sweep_measure,
+)
 
 __all__ = [
     "SweepRun",
+    "Variant",
+    "changes_at",
     "grid_runs",
     "has_run_ended",
     "parse_axes",

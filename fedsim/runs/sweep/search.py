@@ -8,13 +8,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.run_config import flatten, read_tree
 from fedsim.config.values import read_options, read_value, split_top_level
 from fedsim.errors import FedsimError
 from fedsim.runs import factories
 from fedsim.runs.callbacks import Measure
+from fedsim.settings import settings_of
 
 MAX_LABEL = 150
 
@@ -56,6 +59,51 @@ class SweepRun:
         return f"{name[: MAX_LABEL - 9]}-{digest}"
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A value on an axis that has a name of its own: a part of a config, such as a method.
+
+    Attributes
+    ----------
+    name : str
+        Its name in labels, tables and pictures.
+    changes : mapping of str to Scalar
+        Values by dotted key.
+    """
+
+    name: str
+    changes: Mapping[str, Scalar]
+
+    @classmethod
+    def read(cls, path: Path) -> list[Variant]:
+        """The variant that a TOML file describes, or those of its tables, by the tables' names.
+
+        Raises
+        ------
+        FedsimError
+            If the file cannot be read.
+        """
+        tree = read_tree(path)
+        named = tree.keys().isdisjoint(setting.key for setting in settings_of(RunConfig))
+        if named and tree and all(isinstance(table, Mapping) for table in tree.values()):
+            return [cls(name, flatten(table)) for name, table in tree.items()]
+        return [cls(path.stem, flatten(tree))]
+
+
+def changes_at(point: Mapping[str, Any]) -> dict[str, Any]:
+    """What a point of a grid changes in the config, by dotted key."""
+    changes: dict[str, Any] = {}
+    for axis, value in point.items():
+        of_value = value.changes if isinstance(value, Variant) else {axis: value}
+        if twice := changes.keys() & of_value.keys():
+            raise FedsimError(
+                f"--over {axis} sets {', '.join(sorted(twice))}, which another axis sets too; one "
+                "of them must leave it out."
+            )
+        changes |= of_value
+    return changes
+
+
 def grid_runs(config: RunConfig, axes: Mapping[str, list[Any]]) -> list[SweepRun]:
     """The runs of a grid, the last axis varying fastest.
 
@@ -66,16 +114,21 @@ def grid_runs(config: RunConfig, axes: Mapping[str, list[Any]]) -> list[SweepRun
     """
     distinct: dict[tuple[object, ...], SweepRun] = {}
     for values in itertools.product(*axes.values()):
-        changed = config.replace(**dict(zip(axes, values, strict=True)))
+        chosen = dict(zip(axes, values, strict=True))
+        changed = config.replace(**changes_at(chosen))
         flat = changed.to_run_config()
         # Values as a config writes them: 64 and '64' are equal as a list, 1 and 1.0 as a number.
-        point = {key: _point_value(flat, key) for key in axes}
+        point = {
+            axis: value.name if isinstance(value, Variant) else _point_value(flat, axis)
+            for axis, value in chosen.items()
+        }
         distinct.setdefault(tuple(flat.items()), SweepRun(point, changed))
     runs = list(distinct.values())
     if len(runs) < math.prod(map(len, axes.values())):
         # As configs write them, in which 0.1 and 0.10 are one value.
         points = {key: {run.point[key] for run in runs} for key in axes}
         repeated = [key for key, axis in axes.items() if len(points[key]) < len(axis)]
+        repeated = repeated or [key for key, (first, *_) in axes.items() if type(first) is Variant]
         raise FedsimError(
             f"--over {' and '.join(repeated)} has a value twice, which would be one run; give each "
             "once."
@@ -105,10 +158,12 @@ def sweep_measure(config: RunConfig) -> Measure:
 def parse_axes(overs: Iterable[str]) -> dict[str, list[Any]]:
     """Parse ``key=v1,v2`` for each axis; values as for ``--set``, lists in brackets.
 
+    An axis that is no key of a config, such as ``method``, has `Variant` s, from TOML files.
+
     Raises
     ------
     FedsimError
-        If an axis has no values, or is given twice.
+        If an axis has no values, or is given twice, or a file cannot be read.
     """
     axes: dict[str, list[Any]] = {}
     for over in overs:
@@ -118,5 +173,14 @@ def parse_axes(overs: Iterable[str]) -> dict[str, list[Any]]:
             raise FedsimError(f"--over {over!r} is not of the form key=v1,v2,....")
         if key in axes:
             raise FedsimError(f"--over {key} is given twice; give all its values at once.")
-        axes[key] = [read_value(value) for value in split_top_level(text)]
+        values = split_top_level(text)
+        if _has_variants(key, values):
+            axes[key] = [variant for value in values for variant in Variant.read(Path(value))]
+        else:
+            axes[key] = [read_value(value) for value in values]
     return axes
+
+
+def _has_variants(key: str, values: Iterable[str]) -> bool:
+    is_key = "." in key or key in {setting.key for setting in settings_of(RunConfig)}
+    return not is_key and all(value.endswith(".toml") for value in values)
