@@ -95,13 +95,9 @@ def sweep(
     replace(where / "sweep-seeds.csv", seeds_csv(settings, measure).encode())
     title = f"{base.name}: test {measure.name} over {axis}"
     write(compare_page([record for record in records if record.rows]), where / "sweep.html")
-    picture, files = (
-        draw(settings, measure, axis, title),
-        ["sweep.html", "sweep.csv", "sweep-seeds.csv"],
-    )
+    picture = draw(settings, measure, axis, title)
     for name in ("sweep.png", "sweep.pdf"):
         save(picture, where / name)
-        files.append(name)
     console.print(_table(grid, settings, measure))
     _print_best(console, settings, measure)
     print_cost(console, grid, records, where)
