@@ -221,6 +221,7 @@ class Mnist(TunedRates):
         self, momenta: Mapping[float, list[list[Result]]]
     ) -> list[ExperimentClaim]:
         plain = momenta[0.0]
+        names = [f"{m:g} at {column}" for m in self.settings.momenta for column in self.columns]
         apart = [
             paired(_ends(runs), _ends(without))
             for momentum, by_epsilon in momenta.items()
@@ -236,7 +237,7 @@ class Mnist(TunedRates):
                 {
                     f"to {close:g} points": (
                         within(apart, -close, close),
-                        listed(apart, self.columns * len(self.settings.momenta)),
+                        listed(apart, names),
                     )
                     for close in CLOSE
                 },
