@@ -437,12 +437,11 @@ class ReleasePlan(Generic[MechanismT]):
         **fields
             Further fields of `Entry`; ``public`` is in addition to the plan's own facts.
         """
-        at_client = self.level == "example" or self.placement.at_clients
         return Entry(
             level=self.level,
             event=event,
             mechanism=str(self.mechanism),
-            placement="client" if at_client else "server",
+            placement="client" if self.level == "example" else self.placement.name,
             declared_by_user=self.declared_by_user,
             public={**self.public, **fields.pop("public", {})},
             **fields,
