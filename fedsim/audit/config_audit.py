@@ -28,6 +28,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Adjacency, Event
 from fedsim.privacy.laws import declared_population
+from fedsim.privacy.laws.buffered import Buffered
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan, is_user_code
 from fedsim.rows import Layout
@@ -195,12 +196,19 @@ def attacked_plan(plan: ReleasePlan[Any], most: int, delta: float) -> ReleasePla
     covered = plan.sampler.law().rounds
     least = covered if covered < plan.rounds else plan.sampler.gaussians(1)
     rounds, epsilon = min(plan.rounds, max(most, least)), plan.epsilon(delta)
-    smaller = replace(plan, sampler=_smaller_sampler(plan.sampler), rounds=rounds)
+    smaller = replace(plan, sampler=_smaller_sampler(plan.sampler, rounds), rounds=rounds)
     return smaller.calibrated(epsilon, delta)
 
 
-def _smaller_sampler(sampler: Any) -> Any:
+def _smaller_sampler(sampler: Any, rounds: int) -> Any:
     """The sampler with `MAX_CLIENTS` clients at the same rate, if its fields say how."""
+    if isinstance(sampler, Buffered):
+        # All at a time, so that the canary is in a release of a short run; half of them in each.
+        clients = min(MAX_CLIENTS, declared_population(sampler))
+        buffer = min(sampler.buffer, max(1, clients // 2))
+        return replace(
+            sampler, concurrency=clients, buffer=buffer, rounds=rounds, population=clients
+        )
     names = {field.name for field in fields(sampler)} if is_dataclass(sampler) else set()
     few = declared_population(sampler) <= MAX_CLIENTS
     if few or is_user_code(sampler) or "population" not in names:

@@ -25,8 +25,10 @@ from fedsim.audit.noise_checks import NoiseSample, against_sizes
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.base import Gradient, Step
 from fedsim.clients.base import State as ClientState
+from fedsim.federation.buffered.schedule import ReleaseSchedule
 from fedsim.mechanisms import Clipping, Mechanism, State
 from fedsim.privacy.laws import declared_population
+from fedsim.privacy.laws.buffered import Buffered
 from fedsim.privacy.noise import Correlated
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
@@ -35,7 +37,7 @@ from fedsim.rows.dense import scatter
 from fedsim.rows.exact import grid_unit
 from fedsim.runs import factories
 from fedsim.runs.resolve import Resolved
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import Availability, DPFedAvg
 from fedsim.training import ClientData, Trainer
 
 NOISE_SHAPES = ((16, 32), (256,), (8, 32))
@@ -117,7 +119,10 @@ def checks(resolved: Resolved, seed: int) -> Iterator[SampleChecks]:
     if resolved.config.private:
         yield lambda: (plan.mechanism, trainer.layout), BOUND
         yield lambda: noise_of(plan, seed), NOISE
-        yield lambda: (plan.sampler, plan.event(), plan.rounds or 1, seed), DECLARED_LAW
+        if (schedule := resolved.devices.schedule) is not None:
+            yield lambda: schedule, SCHEDULE
+        else:
+            yield lambda: (plan.sampler, plan.event(), plan.rounds or 1, seed), DECLARED_LAW
         yield lambda: (plan, seed), LEDGER
     if trainer.privacy is not None:
         privacy = trainer.privacy
@@ -199,8 +204,17 @@ def silent_federation(
 
 
 def strategy_of(plan: ReleasePlan[Any], seed: int) -> DPFedAvg:
-    """A strategy of this plan that adds the released mean to the model."""
-    return DPFedAvg(plan=plan, seed=seed, delta=1e-5)
+    """A strategy of this plan that adds the released mean to the model.
+
+    The devices of a buffered cohort take made-up times.
+    """
+    schedule = None
+    if isinstance(plan.sampler, Buffered):
+        draws = np.random.default_rng(seed)
+        seconds = draws.lognormal(size=declared_population(plan.sampler))
+        schedule = ReleaseSchedule.of(plan.sampler, seconds, seed)
+    availability = Availability(schedule=schedule)
+    return DPFedAvg(plan=plan, seed=seed, delta=1e-5, availability=availability)
 
 
 def own_examples(resolved: Resolved) -> Finding:
@@ -277,6 +291,23 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
     return np.asarray((mean - scale.center) * len(y) / scale.radius)
 
 
+def releases_of_clients(schedule: ReleaseSchedule) -> Finding:
+    """Whether a schedule has each client in as few releases, as far apart, as is charged."""
+    charged, inside = schedule.cohort.participation(schedule.cohort.rounds), schedule.releases > 0
+    clients, releases = schedule.client_ids[inside], schedule.releases[inside]
+    order = np.lexsort((releases, clients))
+    gaps = np.diff(releases[order])[np.diff(clients[order]) == 0]
+    most, least = int(np.bincount(clients).max(initial=0)), int(gaps.min(initial=charged.rounds))
+    fault = None
+    if most > charged.participations:
+        fault = f"a client is in {most} releases"
+    elif least < charged.separation:
+        fault = f"a client is in two releases {least} apart"
+    examined = f"{len(clients):,} updates in {charged.rounds:,} releases"
+    words = f"a client in at most {charged.participations:,}, at least {charged.separation:,} apart"
+    return invariant(examined, fault, words)
+
+
 def ledger_lines(plan: ReleasePlan[Any], seed: int) -> Finding:
     """Whether each round has one line in the ledger, which charges what the plan says."""
     rounds = min(plan.rounds or LEDGER_ROUNDS, LEDGER_ROUNDS)
@@ -299,5 +330,9 @@ BOUND = checks_of("bound", ("what hostile rows add", bounded_rows, "rows longer 
 ROWS = checks_of(
     "bound",
     ("what one example moves in the model itself", own_examples, "gradients are not per example"),
+)
+SCHEDULE = checks_of(
+    "sampler",
+    ("releases of each client", releases_of_clients, "clients are in more releases than charged"),
 )
 LEDGER = checks_of("ledger", ("a line for every release", ledger_lines, "a release is not charged"))

@@ -9,11 +9,13 @@ from fedsim.privacy.laws import InclusionSampler
 from fedsim.privacy.laws import Poisson as PoissonCohort
 from fedsim.privacy.laws import Sampler as Cohort
 from fedsim.privacy.laws.allocation import Allocation as AllocationCohort
+from fedsim.privacy.laws.buffered import Buffered as BufferedCohort
 from fedsim.privacy.laws.cyclic import Cyclic as CyclicCohort
 from fedsim.privacy.laws.separated import Separated as SeparatedCohort
 
 __all__ = [
     "AllocationCohort",
+    "BufferedCohort",
     "Cohort",
     "CyclicCohort",
     "FixedCohort",

@@ -12,9 +12,11 @@ sampled cohort.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -22,9 +24,12 @@ import numpy as np
 
 from fedsim import regular_files
 from fedsim.array_types import Bools, Floats, Ints
-from fedsim.config.tables import ConfigTable, Refusals
+from fedsim.config.tables import ConfigTable, Needs, Refusals
 from fedsim.errors import FedsimError
-from fedsim.randomness import Purpose, Randomness
+from fedsim.federation.buffered.schedule import ALWAYS, OpenTimes, ReleaseSchedule
+from fedsim.privacy.laws.buffered import Buffered
+from fedsim.privacy.laws.sampler import Sampler, declared_population
+from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath
 
 AVAILABLE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
@@ -55,15 +60,20 @@ class DevicesSection(ConfigTable, table="devices"):
     trace: Annotated[str, NamesPath("training")] = ""
     """In place of availability: an .npy file of truth values [rounds, clients], repeated as often
     as needed. A sampled client that is not available counts as missing."""
+    trace_seconds: Annotated[float, Ge(0), Needs("trace")] = 0.0
+    """With a buffered cohort, whose rounds have no fixed time: the seconds that a row of
+    devices.trace is for. It says when clients may start."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """The probability that an available device does not reply, independently in each round."""
     seconds_per_example: Annotated[float, Ge(0)] = 0.0
     """Training time of the median device, in seconds an example; 0 for none."""
+    seconds_per_step: Annotated[float, Ge(0)] = 0.0
+    """Training time of the median device, in seconds a local step; 0 for none."""
     bandwidth: Annotated[float, Ge(0)] = 0.0
     """Bandwidth of the median device, in megabits a second each way; 0 for no limit."""
     spread: Annotated[float, Ge(0), Le(10)] = 0.0
-    """How much devices differ: standard deviation of the logarithms of seconds-per-example and
-    bandwidth."""
+    """How much devices differ: standard deviation of the logarithms of seconds-per-example (or
+    seconds-per-step) and bandwidth."""
     deadline: Annotated[float, Ge(0)] = 0.0
     """Deadline of a round on the device's simulated clock, in seconds: later replies do not count;
     0 for none."""
@@ -79,8 +89,8 @@ class DevicesSection(ConfigTable, table="devices"):
             if getattr(self, key) and not self.clocked:
                 yield (
                     f"devices.{key}",
-                    "0 while devices take no time: devices.seconds-per-example and "
-                    "devices.bandwidth say how much",
+                    "0 while devices take no time: devices.seconds-per-step, "
+                    "devices.seconds-per-example and devices.bandwidth say how much",
                 )
         if self.deadline and config.protects:
             yield (
@@ -89,6 +99,13 @@ class DevicesSection(ConfigTable, table="devices"):
                 "depends on how many examples it has, which would decide whose update is in the "
                 "sum",
             )
+        if config.cohort.name == "buffered":
+            yield from self._refused_by_clock(config)
+        elif self.trace_seconds:
+            yield (
+                "devices.trace-seconds",
+                "0 unless cohort.name = 'buffered': a row of the trace is for one round",
+            )
         for setting in fields(self) if config.engine.name == "deployment" else ():
             if getattr(self, setting.name) != setting.default:
                 yield (
@@ -96,10 +113,39 @@ class DevicesSection(ConfigTable, table="devices"):
                     "unset with engine.name = 'deployment', whose devices are real",
                 )
 
+    def _refused_by_clock(self, config: Any) -> Refusals:
+        """Keys that a buffered cohort excludes, or needs."""
+        buffered = "with cohort.name = 'buffered'"
+        if config.engine.name == "deployment":
+            yield "cohort.name", "another with engine.name = 'deployment', which has no clock"
+        if not self.clocked:
+            yield (
+                "devices.seconds-per-step",
+                f"above 0 {buffered}, or devices.seconds-per-example or devices.bandwidth: who "
+                "trains when follows from the time that devices take",
+            )
+        if self.deadline:
+            yield "devices.deadline", f"0 {buffered}, which waits for nobody"
+        if self.trace and not self.trace_seconds:
+            yield "devices.trace-seconds", f"above 0 {buffered} and devices.trace"
+        if config.protects and self.seconds_per_example:
+            yield (
+                "devices.seconds-per-example",
+                f"0 {buffered} in a run that is private at client or example level: how many "
+                "examples a client has would decide when its update counts; "
+                "devices.seconds-per-step goes by declared steps",
+            )
+        if config.protects and self.seconds_per_step and not config.client.steps:
+            yield (
+                "client.steps",
+                f"above 0 {buffered} and devices.seconds-per-step in a run that is private at "
+                "client or example level: passes take as many steps as a client has examples",
+            )
+
     @property
     def clocked(self) -> bool:
         """Whether simulated time is modelled at all."""
-        return bool(self.seconds_per_example or self.bandwidth)
+        return bool(self.seconds_per_example or self.seconds_per_step or self.bandwidth)
 
 
 def assumption(config: Mapping[str, object]) -> str:
@@ -125,20 +171,25 @@ class Devices:
     ----------
     seed : int
     settings : DevicesSection
-    examples : callable
-        Numbers of examples ``[m]`` that clients ``[m]`` process in a round.
+    examples, steps : callable
+        Numbers of examples, and of local steps, ``[m]`` that clients ``[m]`` process in a round. In
+        a private run the steps are declared ones, also of a client without examples.
     down, up : int
         Bytes that a client receives and sends in a round.
     trace : bool ``[T, population]``, optional
         Availability, instead of a probability: row (r - 1) mod T is for round r.
+    cohort : Sampler, optional
+        The run's, if it may be a buffered one.
     """
 
     seed: int
     settings: DevicesSection
     examples: Callable[[Ints], Floats]
+    steps: Callable[[Ints], Floats]
     down: int
     up: int
     trace: Bools | None = None
+    cohort: Sampler | None = None
     load: Mapping[str, int | float] = field(default_factory=dict, init=False)
     """Load of the round of the last call of `replying`, by column of metrics.csv: bytes sent to the
     available devices, and by those that did not drop out (values only, without a protocol's
@@ -152,15 +203,43 @@ class Devices:
         seed: int,
         *,
         examples: Callable[[Ints], Floats],
+        steps: Callable[[Ints], Floats],
         down: int,
         up: int,
+        cohort: Sampler | None = None,
     ) -> Self:
         """The devices of a population that a config's table describes."""
         trace = _read_trace(Path(settings.trace), population) if settings.trace else None
-        return cls(seed, settings, examples, down, up, trace)
+        return cls(seed, settings, examples, steps, down, up, trace, cohort)
+
+    @cached_property
+    def schedule(self) -> ReleaseSchedule | None:
+        """Who trains which version when, of a buffered cohort; None for any other.
+
+        Raises
+        ------
+        FedsimError
+            If its numbers cannot be, as `ReleaseSchedule.of`.
+        """
+        if not isinstance(self.cohort, Buffered):
+            return None
+        seconds = self.seconds(np.arange(declared_population(self.cohort)))
+        least = float(seconds.min())
+        if least <= 0:
+            raise FedsimError(
+                f"client {int(seconds.argmin())} would take {least:g} seconds (devices, client); "
+                "with cohort.name = 'buffered' each must take some: set devices.bandwidth too, or "
+                "give each client examples."
+            )
+        always = self.trace is None and self.settings.availability == 1
+        return ReleaseSchedule.of(
+            self.cohort, seconds, self.seed, ALWAYS if always else _OpenTimes(self)
+        )
 
     def replying(self, round: int, client_ids: Ints) -> Bools:
         """Whether each of these clients takes part in the round, ``bool [n]``; sets `load`."""
+        if self.schedule is not None:
+            return self._replying_later(self.schedule, round, client_ids)
         available = self._available(round, client_ids)
         replies = available & ~self._draw_events(DROPS, self.settings.dropout, round, client_ids)
         seconds = np.zeros(len(client_ids))
@@ -178,10 +257,29 @@ class Devices:
         self.load = dict(zip(_COLUMNS, loads, strict=True))
         return replies
 
+    def _replying_later(self, schedule: ReleaseSchedule, round: int, client_ids: Ints) -> Bools:
+        """Whether each of these clients, which start from a version, hands in an update later.
+
+        One that drops out hands in a zero at its time, so that the others' schedule stays the same.
+        """
+        replies = ~self._draw_events(DROPS, self.settings.dropout, round, client_ids)
+        sent = int(replies.sum())
+        loads = (self.down * len(client_ids), self.up * sent, schedule.seconds_of(round))
+        self.load = dict(zip(_COLUMNS, loads, strict=True))
+        return replies
+
     def reachable(self, round: int, client_ids: Ints) -> Bools:
         """Whether each client is available in the round and does not drop out, ``bool [n]``."""
         available = self._available(round, client_ids)
         return available & ~self._draw_events(DROPS, self.settings.dropout, round, client_ids)
+
+    def available_at(self, client: int, round: int, time: float) -> bool:
+        """Whether a client may begin in a round of a buffered cohort, at a time of its clock."""
+        if self.trace is not None:
+            return bool(
+                self.trace[int(time // self.settings.trace_seconds) % len(self.trace), client]
+            )
+        return bool(self._available(round, np.array([client]))[0])
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -190,11 +288,15 @@ class Devices:
 
     def seconds(self, client_ids: Ints) -> Floats:
         """Seconds that each client takes for its examples and bytes, ``[n]``."""
-        speeds, examples = self._scales(SPEED, client_ids), self.examples(client_ids)
-        seconds = self.settings.seconds_per_example * speeds * examples
-        if self.settings.bandwidth:
+        settings, speeds = self.settings, self._scales(SPEED, client_ids)
+        seconds = np.zeros(len(client_ids))
+        if settings.seconds_per_example:
+            seconds += settings.seconds_per_example * speeds * self.examples(client_ids)
+        if settings.seconds_per_step:
+            seconds += settings.seconds_per_step * speeds * self.steps(client_ids)
+        if settings.bandwidth:
             seconds += (self.down + self.up) / (
-                self.settings.bandwidth * MEGABIT * self._scales(BANDWIDTH, client_ids)
+                settings.bandwidth * MEGABIT * self._scales(BANDWIDTH, client_ids)
             )
         return seconds
 
@@ -207,24 +309,48 @@ class Devices:
     def _draw_events(self, part: int, probability: float, round: int, client_ids: Ints) -> Bools:
         if probability in (0.0, 1.0):
             return np.full(len(client_ids), probability == 1.0)
-        draws = [_generator(self.seed, part, client, round).random() for client in client_ids]
+        draws = [
+            generator.random() for generator in _generators(self.seed, part, client_ids, round)
+        ]
         return np.array(draws, dtype=np.float64) < probability
 
     def _scales(self, part: int, client_ids: Ints) -> Floats:
         if not self.settings.spread:
             return np.ones(len(client_ids))
-        draws = [_generator(self.seed, part, client).standard_normal() for client in client_ids]
+        draws = [
+            generator.standard_normal() for generator in _generators(self.seed, part, client_ids)
+        ]
         scales: Floats = np.exp(self.settings.spread * np.array(draws, dtype=np.float64))
         return scales
 
 
-def _generator(seed: int, part: int, client: int, round: int = 0) -> np.random.Generator:
-    # `for_replay`: the same draws are made in every round, since a device's speed does not change.
-    return (
-        Randomness(seed)
-        .for_replay()
-        .generator(Purpose.DEVICE, level="client", round=round, client=int(client), part=part)
-    )
+class _OpenTimes(OpenTimes):
+    """When simulated devices are available, on the clock of a buffered cohort."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+
+    def available(self, client: int, version: int, time: float) -> bool:
+        return self._devices.available_at(client, version + 1, time)
+
+    def next_change(self, time: float) -> float:
+        # With a probability, whoever is not available is so for the whole version.
+        if self._devices.trace is None:
+            return math.inf
+        length = self._devices.settings.trace_seconds
+        return (time // length + 1) * length
+
+
+def _generators(
+    seed: int, part: int, client_ids: Ints, round: int = 0
+) -> Iterator[np.random.Generator]:
+    """Generators of these clients' draws, each valid until the next is taken."""
+    # `for_replay`: made again in every round, since a device's speed does not change.
+    randomness, stream = Randomness(seed).for_replay(), Stream()
+    for client in client_ids.tolist():
+        yield randomness.generator(
+            Purpose.DEVICE, level="client", round=round, client=client, part=part, stream=stream
+        )
 
 
 def work_counts(work: str, population: int, seed: int) -> Ints | None:

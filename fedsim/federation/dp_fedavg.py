@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -23,6 +24,7 @@ from fedsim.federation.aggregation.server_sum import (
     ServerSum,
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
+from fedsim.federation.buffered.sums import BufferedSum, InFlight
 from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
 from fedsim.federation.exchange import RecordKeys
@@ -193,7 +195,8 @@ evaluate_metrics_aggr_fn
             private_examples=clients.private_examples,
             aggregate=evaluate_metrics_aggr_fn,
         )
-        self.aggregation = _aggregation_of(plan)
+        in_flight = InFlight.of(availability.schedule, plan, clients.algorithm)
+        self.aggregation = _aggregation_of(plan, in_flight)
 
         server_optimizer = server_optimizer or ServerSGD()
         # These names enter the digest that keys the noise: renaming one changes seeded runs.
@@ -202,6 +205,7 @@ evaluate_metrics_aggr_fn
             "replying": availability.replying,
             "server-optimizer": server_optimizer,
             "reachable": availability.reachable,
+            "schedule": availability.schedule and availability.schedule.code,
         }
         self.randomness = keyed_randomness(seed, plan, settings)
         plan.check_entropy(self.randomness.entropy)
@@ -253,9 +257,12 @@ evaluate_metrics_aggr_fn
             if metrics.private is None
             else PrivateEvaluation(**evaluation, rounds=self._accounting)
         )
-        train_metrics = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
         self.extras = _extras_of(
-            plan, clients, server_optimizer, train_metrics if self.shows_clients else None
+            plan,
+            clients,
+            server_optimizer,
+            TrainMetrics(weighted_by_key, train_metrics_aggr_fn) if self.shows_clients else None,
+            in_flight,
         )
 
     def privacy_statement(self) -> Statement:
@@ -361,8 +368,10 @@ _AGGREGATIONS: dict[type[Placement], Aggregation] = {
 """The aggregation of a round, by who adds its noise."""
 
 
-def _aggregation_of(plan: Plan) -> Aggregation:
+def _aggregation_of(plan: Plan, in_flight: InFlight | None) -> Aggregation:
     """The callable that creates the aggregation of each round."""
+    if in_flight is not None:
+        return partial(BufferedSum, in_flight=in_flight)
     if isinstance(plan.mechanism, RobustMean):
         plan.mechanism.check(plan.sampler.expected_size)
         return RobustAggregation
@@ -374,9 +383,10 @@ def _extras_of(
     clients: ClientTraining,
     server_optimizer: ServerOptimizer,
     train_metrics: TrainMetrics | None,
+    in_flight: InFlight | None,
 ) -> dict[str, Extra]:
     """The extras of a round, by name, in the order in which they are called."""
-    extras: dict[str, Extra] = {}
+    extras: dict[str, Extra] = {} if in_flight is None else {"in-flight": in_flight}
     if train_metrics is not None:
         extras["metrics"] = train_metrics
     if isinstance(server_optimizer, FlowerOptimizer):

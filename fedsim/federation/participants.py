@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
+from fedsim.federation.buffered.schedule import ReleaseSchedule
 from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
 from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.federation.exchange import Recipients
@@ -39,6 +40,8 @@ class Availability:
         count as missing. It must not depend on clients' data.
     reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
         Which of the clients sampled for an evaluation can be reached, likewise.
+    schedule : ReleaseSchedule, optional
+        Of a buffered cohort: who trains which version when.
     node_timeout : float
         Seconds to wait for ``min_available_nodes`` clients before a round.
     max_failed_rounds : int
@@ -48,6 +51,7 @@ class Availability:
 
     replying: AvailabilityRule | None = None
     reachable: AvailabilityRule | None = None
+    schedule: ReleaseSchedule | None = None
     node_timeout: Annotated[float, Ge(0)] = 180.0
     max_failed_rounds: Annotated[int, Ge(1)] = 3
 
@@ -90,6 +94,7 @@ class Participants:
         self.population = declared_population(plan.sampler)
         # A copy, since a sampler's state belongs to one run and the plan may be used in several.
         self._cohort = copy.deepcopy(plan.sampler)
+        self._schedule = availability.schedule
         self._randomness = randomness
         self._draws = Draws(randomness, level="client", amplified=plan.amplified)
         self._min_available = min_available
@@ -169,13 +174,15 @@ class Participants:
         return Recipients(present, _node_ids(present, nodes), absent=len(cohort) - len(present))
 
     def cohort(self, server_round: int) -> Ints:
-        """Sorted ids of this round's cohort, available or not.
+        """Sorted ids of this round's cohort, available or not: of those who begin in it.
 
         Raises
         ------
         FedsimError
             If the sampler draws a client that is not of its population.
         """
+        if self._schedule is not None:
+            return self._schedule.starting(server_round)[0]
         sampled = np.asarray(self._cohort.draw(server_round, self._draws))
         # A user's sampler may draw clients unsorted, and one twice; its event charges it once, so
         # that it must take part once.

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fedsim.array_types import Floats, Ints
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism, PartialSum, State
+from fedsim.mechanisms import Mechanism, PartialSum, Releaser, State
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.block import Block, Reason
@@ -63,6 +64,10 @@ class Summing:
             *([self.weight_key or ""] if weighs else []),
         )
 
+    def start(self, releaser: Releaser) -> PartialSum:
+        """The empty sum of a round, or of a worker's part of it, of a releaser of this plan."""
+        return releaser.start(self.state)
+
     def add(self, block: Block, total: PartialSum) -> Block:
         """Add a block's rows; return the block without them, and with ``usable`` set.
 
@@ -74,8 +79,7 @@ class Summing:
         if block.ok.any():
             sound = block if block.ok.all() else block.select(block.ok)
             assert sound.rows is not None
-            weights, side_scalars = self.weights(sound), self.side_scalars(sound)
-            added = total.add(DenseRows(sound.rows), weights=weights, side_scalars=side_scalars)
+            added = self.add_rows(sound, sound.rows, total)
             # masked_scatter fills the sound clients' places in order, without reading from a GPU.
             usable = (
                 added
@@ -83,6 +87,11 @@ class Summing:
                 else usable.masked_scatter(torch.from_numpy(block.ok).to(usable.device), added)
             )
         return replace(block, rows=None, usable=usable)
+
+    def add_rows(self, block: Block, rows: Tensor, total: PartialSum) -> Tensor:
+        """Add the rows ``[n, d]`` of a block without failures; which are in the sum, ``[n]``."""
+        side_scalars = self.side_scalars(block)
+        return total.add(DenseRows(rows), weights=self.weights(block), side_scalars=side_scalars)
 
     def mark_invalid(self, block: Block) -> Block:
         """The block, with the clients whose weights or scalars are invalid marked as failed."""

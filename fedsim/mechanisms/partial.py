@@ -35,6 +35,7 @@ from fedsim.rows.exact import (
     Owners,
     RowMasks,
     grid_unit,
+    truncate_,
 )
 from fedsim.rows.norms import in_safe_range, norms_of, round_up
 
@@ -151,6 +152,49 @@ class PartialSum(GridSums):
             self.count_rows(masks)
             self._add_side_scalars(side_scalars, masks.usable, ALL_OWNERS)
         return masks.usable
+
+    def add_to_each(
+        self,
+        targets: Sequence[PartialSum],
+        rows: Tensor,
+        *,
+        weights: Weights,
+        side_scalars: Mapping[str, Weights] | None = None,
+    ) -> Tensor:
+        """Bound dense rows ``[c, d]`` once, and add each to a sum of its own: `add`, row by row.
+
+        Parameters
+        ----------
+        targets : c PartialSum
+            Of the same definition and bounds as this one, from the same state.
+        rows : Tensor ``[c, d]``
+        weights, side_scalars
+            As for `add`.
+
+        Returns
+        -------
+        usable : bool ``[c]``
+        """
+        tensor = torch.as_tensor(weights, dtype=torch.float64)
+        if len(self.segments) == 1 and not self.definition.side_scalars and rows.is_cpu:
+            (summed,) = self.segments
+            checked = summed.segment.mechanism.weights(tensor, len(targets), self.definition.device)
+            sums = [target.segments[0] for target in targets]
+            if (masks := summed.add_to_each(sums, rows, checked)) is not None:
+                for target, usable, clipped in zip(
+                    targets, masks.usable.tolist(), masks.clipped.tolist(), strict=True
+                ):
+                    target.expect(1)
+                    target.count_row(usable=usable, clipped=clipped)
+                return masks.usable
+        usable_rows = []
+        for row, target in enumerate(targets):
+            one = slice(row, row + 1)
+            of_row = {name: torch.as_tensor(v)[one] for name, v in (side_scalars or {}).items()}
+            usable_rows.append(
+                target.add(DenseRows(rows[one]), weights=tensor[one], side_scalars=of_row)
+            )
+        return torch.cat(usable_rows)
 
     def add_owners(
         self,
@@ -313,21 +357,53 @@ class SegmentSum:
 
         False if that is not possible; nothing has been added then.
         """
+        if (scaled := self._scaled(rows, weights)) is None:
+            return False
+        bounded, factors = scaled
+        self.grids["sum"].add_scaled_(rows, factors)
+        self._record_rows(bounded, factors.isnan(), weights, ALL_OWNERS, ALL_OWNERS, masks)
+        return True
+
+    def add_to_each(
+        self, targets: Sequence[SegmentSum], rows: Tensor, weights: Tensor
+    ) -> RowMasks | None:
+        """Add each row to its own target, by compiled functions; None if that is not possible."""
+        if (scaled := self._scaled(rows, weights)) is None:
+            return None
+        bounded, factors = scaled
+        mechanism, masks = self.segment.mechanism, RowMasks((len(rows),), rows.device)
+        if mechanism.scalars:
+            return None
+        masks.clipped |= bounded.clipped
+        masks.usable &= weights > 0
+        noiseless: dict[str, Tensor] = {}
+        for name, noiseless_sum in mechanism.noiseless_sums.items():
+            if noiseless_sum.wide:
+                return None
+            values = torch.where(masks.usable, bounded.scalars[name], 0.0) * weights
+            noiseless[name] = truncate_(values / noiseless_sum.unit)
+        for row, target in enumerate(targets):
+            one = slice(row, row + 1)
+            target.grids["sum"].add_scaled_(rows[one], factors[one])
+            for name, units in noiseless.items():
+                target.grids[name].coarse += units[one]
+        return masks
+
+    def _scaled(self, rows: Tensor, weights: Tensor) -> tuple[BoundedRows, Tensor] | None:
+        """A mechanism's result for dense rows, and their factors in units of the grid.
+
+        None if compiled functions cannot add these rows.
+        """
         vector = self.grids["sum"]
         if not (vector.exact and is_supported(rows)):
-            return False
+            return None
         bounded = self._factors(rows)
         if bounded is None:
-            return False
+            return None
         factors = bounded.factor / vector.unit * weights
         # The kernel multiplies and cannot wipe a non-finite row (NaN times zero is NaN): rows with
         # one among them are left to `bound_and_weight_`.
-        bad = factors.isnan()
-        if bool(bad.any()):
-            return False
-        vector.add_scaled_(rows, factors)
-        self._record_rows(bounded, bad, weights, ALL_OWNERS, ALL_OWNERS, masks)
-        return True
+        return None if bool(factors.isnan().any()) else (bounded, factors)
 
     def _factors(self, rows: Tensor) -> BoundedRows | None:
         """Factors of unchanged rows ``[c, d]``; None if a row needs more than a factor."""

@@ -237,6 +237,12 @@ class GridSums:
         noted = torch.stack((usable, masks.rejected, masks.clipped & usable))
         self._counts += noted.flatten(1).sum(1)
 
+    def count_row(self, *, usable: bool, clipped: bool) -> None:
+        """Add one row, which was finite, to the counts."""
+        if usable:
+            self._counts[0] += 1
+            self._counts[2] += int(clipped)
+
     def state(self) -> dict[str, Tensor]:
         """Input of `merge`: sums in units (not copies), the units, and counts."""
         state = {"rows": torch.tensor(self._rows), "counts": self._counts.clone()}
@@ -254,7 +260,7 @@ class GridSums:
         FedsimError
             If the bounds or layouts differ, as of another round, or there are too many rows.
         """
-        own_state = self.state()
+        own_state = GridSums.state(self)  # without what a subclass sends in addition
         fits = own_state.keys() == state.keys() and all(grid.exact for grid in self.grids.values())
         if not fits or any(
             own_state[name].shape != tensor.shape

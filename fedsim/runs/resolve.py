@@ -12,6 +12,7 @@ import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
+from fedsim.array_types import Floats, Ints
 from fedsim.config import RunConfig
 from fedsim.config.devices import Devices
 from fedsim.config.plan import entropy, evaluation_event, resolve_bands
@@ -164,6 +165,8 @@ def resolve(
             config.partition.clients,
             config.seed,
             examples=trainer.workload.examples,
+            steps=partial(_steps, config, trainer),
+            cohort=plan.sampler,
             down=trainer.received_layout.d * trainer.layout.dtype.itemsize,
             up=trainer.row_layout.d * trainer.layout.dtype.itemsize,
         ),
@@ -179,6 +182,16 @@ def _implied(config: RunConfig) -> list[str]:
         f"{table}.{key} is '{getattr(getattr(config, table), key)}', as {chosen} needs."
         for table, key in config.implied
     ]
+
+
+def _steps(config: RunConfig, trainer: Trainer, client_ids: Ints) -> Floats:
+    """Local steps of each client, ``[n]``: declared ones, or those that its examples take."""
+    if not config.client.steps:
+        return trainer.workload.steps(client_ids)
+    counts = trainer.workload.counts
+    if counts is not None:
+        return counts[client_ids].astype(np.float64)
+    return np.full(len(client_ids), float(config.client.steps))
 
 
 def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> RunConfig:
@@ -301,6 +314,7 @@ def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
         availability=Availability(
             replying=resolved.devices.replying,
             reachable=resolved.devices.reachable,
+            schedule=resolved.devices.schedule,
             node_timeout=config.engine.node_timeout,
             max_failed_rounds=config.server.max_failed_rounds,
         ),

@@ -71,8 +71,8 @@ BAD = {
     ("cohort=3",): "cohort = 3; it must be a table of settings such as cohort.name.",
     (
         "cohort.name=lottery",
-    ): "cohort.name = 'lottery'; it must be 'allocation', 'cyclic', 'fixed', 'full', 'poisson', "
-    "'separated' or 'module:name'.",
+    ): "cohort.name = 'lottery'; it must be 'allocation', 'buffered', 'cyclic', 'fixed', 'full', "
+    "'poisson', 'separated' or 'module:name'.",
     (
         "model.name=resnet",
     ): "model.name = 'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp', 'softmax', 'stat",

@@ -130,6 +130,7 @@ def test_a_law_that_cannot_be_evaluated_gets_a_sentence():
 def test_every_law_of_fedsims_own_is_found_by_its_name():
     own = {
         "allocation",
+        "buffered",
         "correlated",
         "cyclic",
         "fixed",

@@ -36,7 +36,7 @@ PRIVATE = {
 
 def devices_of(examples=len, size: int = 4, **settings: float) -> Devices:
     keys = {f"devices.{key.replace('_', '-')}": value for key, value in settings.items()}
-    return Devices(7, BASE.replace(**keys).devices, examples, size, size)
+    return Devices(7, BASE.replace(**keys).devices, examples, examples, size, size)
 
 
 @pytest.mark.parametrize("path", ["plain", "func", "layered"])

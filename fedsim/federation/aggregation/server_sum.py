@@ -305,7 +305,7 @@ class ServerSum:
         """Sum of the rows added so far, which the first call creates on this device."""
         if self._sum is None:
             self.releaser = self.settings.releaser(self.summing.layout, device)
-            self._sum = self.releaser.start(self.state)
+            self._sum = self.summing.start(self.releaser)
         return self._sum
 
     @property

@@ -194,7 +194,7 @@ class TrainingWorker:
         else:
             if self._sum is None:
                 releaser = Releaser(summing.plan, summing.layout, device=self._device)
-                self._sum = releaser.start(summing.state)
+                self._sum = summing.start(releaser)
             trained = [summing.add(block, self._sum) for block in blocks]
         new_states = self._trainer.state(client_ids) if instructions.message_type == "train" else {}
         return WorkerReply(trained, new_states)

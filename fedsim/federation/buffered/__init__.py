@@ -1,0 +1,1 @@
+"""Buffered asynchronous rounds: their schedule, and the sums of releases to come."""
