@@ -197,7 +197,7 @@ def run_superexec(role: str, app: str, seconds: float, arguments: Sequence[str])
     """
     own_end, child_end = socket.socketpair()
     superexec = os.getpid()
-    # Fork before Flower or torch is imported, so that no thread, lock or connection is shared.
+    # Fork before Flower has started a thread or opened a connection, which must not be shared.
     if os.fork() == 0:
         own_end.close()
         die_with_parent(superexec)
@@ -368,6 +368,17 @@ def _import_kinds() -> None:
             registry.find(kind, name, kind)
     # Parse one config, since the first one in a process creates the classes of its tables.
     importlib.import_module("fedsim.config").RunConfig.parse({"engine": {"name": "deployment"}})
+
+
+def import_programs_of_nodes() -> None:
+    """Import all modules of a node's programs, which processes forked from this one then share."""
+    from fedsim.deploy.bundle import CLIENT_APP
+
+    for module in (flower_replacements.SUPERNODE_LOOP, flower_replacements.SUPEREXEC_LOOP):
+        importlib.import_module(module)
+    for module in ("flwr.supernode.cli", "flwr.supercore.cli.flower_superexec"):
+        importlib.import_module(module)
+    _guarded_program("client", CLIENT_APP)
 
 
 def main(program: str, *arguments: str) -> None:

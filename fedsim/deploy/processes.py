@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from fedsim import regular_files
 from fedsim.deploy.ports import is_busy
@@ -34,6 +34,20 @@ from fedsim.process import Closed, ending
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
+class Child(Protocol):
+    """A process that this one has started, or had started: the methods of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative after a signal; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for it to end, and return its exit code."""
+
+
 @dataclass(frozen=True, eq=False)
 class StartedProcess:
     """A started process, with its log.
@@ -41,7 +55,7 @@ class StartedProcess:
     Attributes
     ----------
     name : str
-    process : subprocess.Popen
+    process : Child
     log : Path
         File with its standard output and error, after those of earlier processes.
     log_start : int
@@ -49,7 +63,7 @@ class StartedProcess:
     """
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Child
     log: Path
     log_start: int
 
@@ -145,7 +159,12 @@ class Processes(Closed):
             self.remove_at_end(self.directory)
 
     def start(
-        self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        descriptors: Sequence[int] = (),
     ) -> StartedProcess:
         """Start a process, with output to ``NAME.log``.
 
@@ -154,21 +173,40 @@ class Processes(Closed):
         command : sequence of str
         variables : mapping, optional
             Environment variables in addition to those of `environment`.
+        descriptors : sequence of int
+            Open file descriptors to pass on.
         """
         log = self.directory / f"{name}.log"
+        start = log.stat().st_size if log.exists() else 0
+        process = self.launch(command, {**environment(), **(variables or {})}, log, descriptors)
+        self._command(f"start {process.pid}")
+        return StartedProcess(name, process, log, start)
+
+    def launch(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+        descriptors: Sequence[int],
+    ) -> Child:
+        """Start a process in a session of its own, with its output appended to ``log``.
+
+        Parameters
+        ----------
+        variables : mapping
+            All its environment variables.
+        """
         with open(log, "ab", opener=partial(regular_files.opener, mode=0o600)) as output:
-            start = output.tell()
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment(), **(variables or {})},
+                env=variables,
                 umask=0o077,
                 start_new_session=True,
+                pass_fds=descriptors,
             )
-        self._command(f"start {process.pid}")
-        return StartedProcess(name, process, log, start)
 
     def remove_at_end(self, directory: Path) -> None:
         """Have the janitor remove a directory after the processes have ended."""
@@ -250,41 +288,41 @@ def run_janitor(grace: float) -> None:
 
 def end_groups(groups: Iterable[int], grace: float) -> None:
     """End process groups: SIGTERM, and SIGKILL for those left after ``grace`` seconds."""
-    alive = [group for group in groups if _signal(group, signal.SIGTERM)]
+    alive = _signal(groups, signal.SIGTERM)
     deadline = time.monotonic() + grace
     while alive and time.monotonic() < deadline:
         time.sleep(0.05)
-        alive = [group for group in alive if _signal(group, 0)]
-    for group in alive:
-        _signal(group, signal.SIGKILL)
+        alive = _signal(alive, 0)
+    alive = _signal(alive, signal.SIGKILL)
     while alive:
         time.sleep(0.01)
-        alive = [group for group in alive if _signal(group, 0)]
+        alive = _signal(alive, 0)
 
 
-def _signal(group: int, number: int) -> bool:
-    """Signal a process group; return False if no process is left in it."""
-    with suppress(PermissionError):
-        try:
-            os.killpg(group, number)
-        except ProcessLookupError:
-            return False
-    return not _only_zombies(group)
+def _signal(groups: Iterable[int], number: int) -> list[int]:
+    """Signal process groups; return those in which processes are left."""
+    reached = []
+    for group in groups:
+        with suppress(ProcessLookupError):
+            with suppress(PermissionError):
+                os.killpg(group, number)
+            reached.append(group)
+    ended = _groups_of_zombies() if reached else set()
+    return [group for group in reached if group not in ended]
 
 
-def _only_zombies(group: int) -> bool:
-    # A dead process stays in the process table, as a zombie, until its parent waits for it.
-    try:
-        entries = [name for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return False
-    states = []
-    for name in entries:
-        with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8") as file:
-            fields = file.read().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                states.append(fields[0])
-    return bool(states) and set(states) <= {"Z", "X"}
+def _groups_of_zombies() -> set[int]:
+    """Process groups that only dead processes are left in, as their parents do not wait for them.
+
+    All are found in one pass over the process table, since a rehearsal has hundreds of groups.
+    """
+    living, dead = set[int](), set[int]()
+    with suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8") as file:
+                state, _parent, group = file.read().rpartition(")")[2].split()[:3]
+                (dead if state in ("Z", "X") else living).add(int(group))
+    return dead - living
 
 
 # Environment variables that a program inherits: paths, locale, devices and threads.

@@ -13,10 +13,11 @@ import tomli_w
 
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
+from fedsim.deploy.fork_server import ForkServer
 from fedsim.deploy.operator import Operator
 from fedsim.deploy.ports import free_ports, is_busy
-from fedsim.deploy.processes import Processes, Service, program
-from fedsim.deploy.services import Node, SuperLink
+from fedsim.deploy.processes import Child, Processes, Service, program
+from fedsim.deploy.services import Node, SuperLink, module, node_arguments
 from fedsim.errors import FedsimError
 
 
@@ -50,8 +51,10 @@ class Rehearsal(Processes):
         self._variables = dict(variables or {})
         self._homes = Path(tempfile.mkdtemp(prefix="fedsim-flower-"))
         self.remove_at_end(self._homes)
+        self._fork_server = ForkServer()
         try:
             self._check_ports()
+            self._start_fork_server()
             self._start_server()
         except BaseException:
             self.close()
@@ -122,6 +125,31 @@ class Rehearsal(Processes):
         self.register()
         for node in range(self.federation.nodes):
             self.start_node(node)
+
+    def launch(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+        descriptors: Sequence[int],
+    ) -> Child:
+        """Start a process; those of nodes are forks of one that has imported all their modules."""
+        arguments = node_arguments(command)
+        if arguments is None:
+            return super().launch(command, variables, log, descriptors)
+        return self._fork_server.fork(arguments, variables, log)
+
+    def close(self) -> None:
+        """End all processes, and wait until they have ended."""
+        super().close()
+        self._fork_server.close()
+
+    def _start_fork_server(self) -> None:
+        with self._fork_server.server_end as end:
+            command = module("fork_server", str(end.fileno()))
+            self.running["fork-server"] = self.start(
+                "fork-server", command, descriptors=[end.fileno()]
+            )
 
     def _start_server(self) -> None:
         """Start the server's services, and wait until they listen."""

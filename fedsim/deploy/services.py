@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -133,21 +133,27 @@ class SuperLink:
             link += ["--ssl-certfile", _file(files / "server.pem")]
             link += ["--ssl-keyfile", _file(files / "server.key"), *secret]
             digest = _file(files / "operator.sha256")
-            command = [*_module("flower_programs", "superlink"), digest, *link]
+            command = [*module("flower_programs", "superlink"), digest, *link]
             execute += ["--root-certificates", _file(files / "ca.crt"), *secret]
         # Passed by an environment variable, which a run cannot set: otherwise a run's config could
         # replace the mapping from keys to clients.
         roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
         signing = files / "ledger.key"
         keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
-        execute = [*_module("flower_programs", "superexec"), "server", self.app, "0", *execute]
+        execute = [
+            *module("flower_programs", "superexec"),
+            "server",
+            self.app,
+            "0",
+            *execute,
+        ]
         settings = {SUPERLINK: str(files / _SUPERLINK_TOML)}
         services = [
             Service("superlink", tuple(command), home, self.port),
             Service("serverapps", tuple(execute), {**home, **roster, **keys, **settings}),
         ]
         if not speaks_grpc():
-            proxy = [*_module("fleet_proxy"), host, str(self.fleet_port), str(self.port)]
+            proxy = [*module("fleet_proxy"), host, str(self.fleet_port), str(self.port)]
             proxy += [] if self.insecure else [str(files)]
             services.append(Service("fleet-proxy", tuple(proxy), {}, self.fleet_port, host))
         return services
@@ -211,7 +217,10 @@ class Node:
         # The node config comes from the node's owner; a run cannot change it.
         settings = f"partition-id={self.client} num-partitions={self.clients}"
         secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
-        command = [*_module("flower_programs", "supernode"), f"{poll_seconds(self.clients):g}"]
+        command = [
+            *module("flower_programs", "supernode"),
+            f"{poll_seconds(self.clients):g}",
+        ]
         command += ["--grpc-rere"] if speaks_grpc() else []
         command += ["--superlink", self.superlink, "--isolation", "process", *secret]
         command += ["--node-config", settings, "--host", "127.0.0.1", "--port", str(port)]
@@ -224,7 +233,13 @@ class Node:
         # sent but used for signing.
         execute = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
         limit = f"{self.task_seconds:g}"
-        execute = [*_module("flower_programs", "superexec"), "client", self.app, limit, *execute]
+        execute = [
+            *module("flower_programs", "superexec"),
+            "client",
+            self.app,
+            limit,
+            *execute,
+        ]
         home = {"FLWR_HOME": _private(state / "flower")}
         app = {NODE: str(files / "node.toml"), TASK_POLL: f"{task_poll_seconds(self.clients):g}"}
         return [
@@ -233,9 +248,18 @@ class Node:
         ]
 
 
-def _module(name: str, *arguments: str) -> list[str]:
+def module(name: str, *arguments: str) -> list[str]:
+    """Command that runs a module of `fedsim.deploy`."""
     # -P: do not import modules from the current directory.
     return [sys.executable, "-P", "-m", f"fedsim.deploy.{name}", *arguments]
+
+
+def node_arguments(command: Sequence[str]) -> list[str] | None:
+    """Arguments of `fedsim.deploy.flower_programs`, if a command runs a node's program."""
+    start = module("flower_programs")
+    arguments = [*command[len(start) :]]
+    is_nodes = arguments[:1] == ["supernode"] or arguments[:2] == ["superexec", "client"]
+    return arguments if [*command[: len(start)]] == start and is_nodes else None
 
 
 def _private(directory: Path) -> str:
