@@ -94,13 +94,12 @@ class ForkServer(Closed):
         forked = Fork(self, len(self._forks))
         self._forks.append(forked)
         request = json.dumps([list(arguments), dict(variables), str(log)]).encode() + b"\n"
-        deadline = time.monotonic() + _START_SECONDS
-        try:
+        self._connection.settimeout(_START_SECONDS)
+        with suppress(OSError):  # it has ended, as the next read shows
             self._connection.sendall(request)
-            while not forked.pid and not self._ended and time.monotonic() < deadline:
-                self.read(_LOOK_SECONDS)
-        except OSError:
-            self._ended = True
+        deadline = time.monotonic() + _START_SECONDS
+        while not forked.pid and not self._ended and time.monotonic() < deadline:
+            self.read(_LOOK_SECONDS)
         if not forked.pid:
             raise FedsimError("the process that forks the nodes' programs does not answer.")
         return forked
@@ -113,17 +112,29 @@ class ForkServer(Closed):
 
     def read(self, seconds: float = 0.0) -> None:
         """Take note of the processes that have started or ended, after waiting for news so long."""
-        while not self._ended and select.select([self._connection], [], [], seconds)[0]:
+        while (arrived := self._arrived(seconds)) is not None:
             seconds = 0.0
-            arrived = self._connection.recv(1 << 16)
-            self._ended = not arrived
             *lines, self._unread = (self._unread + arrived).split(b"\n")
             for line in lines:
-                verb, number, value = line.decode().split()
-                setattr(self._forks[int(number)], verb, int(value))
+                event, number, value = line.decode().split()
+                setattr(self._forks[int(number)], event, int(value))
         if self._ended:  # and with it all its processes (`die_with_parent`)
             for forked in self._forks:
                 forked.code = -signal.SIGKILL if forked.code is None else forked.code
+
+    def _arrived(self, seconds: float) -> bytes | None:
+        """What arrives within so many seconds; None if nothing does, or the server has ended."""
+        if self._ended:
+            return None
+        self._connection.settimeout(seconds)
+        try:
+            arrived = self._connection.recv(1 << 16)
+        except (TimeoutError, BlockingIOError):
+            return None
+        except OSError:
+            arrived = b""
+        self._ended = not arrived
+        return arrived or None
 
 
 @dataclass(eq=False)
@@ -148,8 +159,10 @@ class _Server:
         unread, open_ = b"", True
         while self.running or not self.terminated:
             self._reap()
-            if not open_ or not select.select([self.connection], [], [], _LOOK_SECONDS)[0]:
-                time.sleep(0.0 if open_ else _LOOK_SECONDS)
+            readable, _, _ = select.select(
+                [self.connection] if open_ else [], [], [], _LOOK_SECONDS
+            )
+            if not readable:
                 continue
             arrived = self.connection.recv(1 << 16)
             open_ = bool(arrived)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -188,10 +189,11 @@ def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number, ending):
         assert "SuperLink is up" in up.stdout.readline()
         assert listening(port)
         assert listening(fleet_port)
-        if isinstance(number, str):
+        if number != signal.SIGINT:  # which comes while the nodes are being started
             assert "Up." in up.stdout.readline()
-            (pid,) = processes_of(tmp_path, f"fedsim.deploy.flower_programs\0{number}")
-            os.kill(pid, signal.SIGKILL)
+        started = descendants(up.pid)
+        if isinstance(number, str):
+            os.kill(first_of(started, number), signal.SIGKILL)
         else:
             up.send_signal(number)
         assert up.wait(60) == ending
@@ -202,7 +204,7 @@ def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number, ending):
         assert f"fedsim: {number}" in said
         assert "was ended by signal 9; its log says" in said
     deadline = time.monotonic() + 30
-    while processes_of(tmp_path) or listening(port) or listening(fleet_port):
+    while any(map(alive, started)) or listening(port) or listening(fleet_port):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     left = {path.name for path in (tmp_path / "fed").iterdir()}
@@ -216,14 +218,29 @@ def listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def processes_of(directory: Path, words: str = "") -> list[int]:
-    """Processes that have the federation's files, and these words, on their command line."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = entry.read_bytes()
-        except OSError:
-            continue
-        if str(directory).encode() in command and words.encode() in command:
-            found.append(int(entry.parent.name))
-    return found
+def descendants(pid: int) -> list[int]:
+    """All that a process has started, and what that has."""
+    family = [pid]
+    for member in family:
+        with suppress(OSError):
+            children = Path(f"/proc/{member}/task/{member}/children").read_text()
+            family += map(int, children.split())
+    return family[1:]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def alive(pid: int) -> bool:
+    return command_of(pid) != b""
+
+
+def first_of(started: list[int], name: str) -> int:
+    """The SuperLink, or a process of a node, which is a fork."""
+    words = "flower_programs\0superlink" if name == "superlink" else "fork_server"
+    server = next(pid for pid in started if words.encode() in command_of(pid))
+    return server if name == "superlink" else descendants(server)[0]
