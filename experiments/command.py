@@ -60,10 +60,11 @@ def experiment(
 ) -> None:
     """Reproduce a figure or a table of a paper, and say which of its claims are reproduced.
 
-    Without a name, the experiments are listed. An experiment consists of independent members, most
-    of them training runs. Only members without a result in its directory or in `--out` are run, so
-    that a table can be filled over days and on several machines; `--again` ignores results in the
-    directory. An experiment that is interrupted is continued by the same command.
+    Without a name, the experiments are listed; with `--check` all of them are judged. An
+    experiment consists of independent members, most of them training runs. Only members without a
+    result in its directory or in `--out` are run, so that a table can be filled over days and on
+    several machines; `--again` ignores results in the directory. An experiment that is interrupted
+    is continued by the same command.
 
         fedsim experiment quadratic --again
         fedsim experiment das-fmnist --data ./data --workers 2 --again
@@ -81,23 +82,21 @@ def experiment(
     `judgement.toml` states. `--store` keeps the results in the experiment's directory, and writes
     its README and pictures from them; `--check` judges the results that are kept there.
     """
-    from experiments.framework.judge import Judgement, faults_of_page, judge
-    from experiments.framework.run import Stored, directories, find, load, run_members
+    from experiments.framework.judge import Judgement, judge
+    from experiments.framework.run import directories, find, load, run_members
 
     console = Output()
     if name is None:
+        wrong = False
         for known, directory in directories().items():
             line = f"{known:22} {Judgement.load(directory).title}"
             console.print(line, highlight=False, soft_wrap=True)
-        return
+            wrong |= check and _checked(console, directory, data, store)
+        raise typer.Exit(wrong)
     directory = find(name)
     Judgement.load(directory)  # a mistake in it is found before anything is run
     if check:
-        judged = judge(load(directory, data=data), Stored.load(directory))
-        if store:
-            judged.write(directory)
-        _show(console, judged, judged.faults + faults_of_page(judged))
-        return
+        raise typer.Exit(_checked(console, directory, data, store, verdicts=True))
     if store and quick:
         raise FedsimError("--store keeps results of the file's own settings: no --quick.")
     where = out or Path("runs") / "experiments" / (directory.name + "-quick" * quick)
@@ -120,11 +119,26 @@ def experiment(
     console.print(str(where / "README.md"), highlight=False, soft_wrap=True)
     if quick:
         console.print("This was the quick version: too small to judge the paper by.")
-    _show(console, judged, [] if quick else judged.faults)
+    _show_verdicts(console, judged)
+    raise typer.Exit(not quick and _show_faults(console, judged.faults))
 
 
-def _show(console: Output, judged: Judged, faults: list[str]) -> None:
-    """Print verdicts, missing runs and faults; exit with status 1 if there are any faults."""
+def _checked(
+    console: Output, directory: Path, data: Path, store: bool, *, verdicts: bool = False
+) -> bool:
+    """Judge stored results again, print verdicts and faults, and return whether there are any."""
+    from experiments.framework.judge import faults_of_page, judge
+    from experiments.framework.run import Stored, load
+
+    judged = judge(load(directory, data=data), Stored.load(directory))
+    if store:
+        judged.write(directory)
+    if verdicts:
+        _show_verdicts(console, judged)
+    return _show_faults(console, judged.faults + faults_of_page(judged))
+
+
+def _show_verdicts(console: Output, judged: Judged) -> None:
     from experiments.framework.judge import NOT_MEASURED
 
     if judged.report is None:
@@ -139,7 +153,9 @@ def _show(console: Output, judged: Judged, faults: list[str]) -> None:
         console.print(f"{'not run':15} {member.name}", highlight=False, soft_wrap=True)
     if judged.missing:
         console.print(judged.unrun, highlight=False, soft_wrap=True)
+
+
+def _show_faults(console: Output, faults: list[str]) -> bool:
     for fault in faults:
         console.print(Text(fault, style="bold red"))
-    if faults:
-        raise typer.Exit(1)
+    return bool(faults)

@@ -391,6 +391,23 @@ def test_check_ends_with_1_where_a_stored_result_says_otherwise(tmp_path: Path) 
     assert "lemma-1" in result.output
 
 
+def test_check_without_a_name_judges_all_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = typer.Typer()
+    app.command()(experiment)
+    copy = tmp_path / "xu"
+    shutil.copytree(find("xu"), copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    both = {"koskela-rate": find("koskela-rate"), "xu": copy}
+    monkeypatch.setattr("experiments.framework.run.directories", lambda: both)
+    result = CliRunner().invoke(app, ["--check"])
+    assert (result.exit_code, len(result.output.splitlines())) == (0, 2)
+    (copy / "README.md").write_text("")
+    result = CliRunner().invoke(app, ["--check"])
+    assert result.exit_code == 1
+    assert "is not what results and judgement say" in " ".join(result.output.split())
+
+
 def test_change_that_only_a_picture_would_show_is_a_fault(tmp_path: Path) -> None:
     copy = tmp_path / "xu"
     shutil.copytree(find("xu"), copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
