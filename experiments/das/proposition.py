@@ -181,7 +181,7 @@ def bound(
 
 
 @dataclass(frozen=True)
-class Cell:
+class PropositionCell:
     """A problem: its start's distance, its heterogeneity, and the gain of the largest E over 1."""
 
     start: float
@@ -316,11 +316,11 @@ class Proposition(Experiment):
             gaps = gaps[f"{self._choice(result, apart, start, steps).value:g}"]
         return {output: of[self.settings.tuning_seeds :] for output, of in gaps.items()}
 
-    def _cells(self, results: Mapping[str, Result], key: str) -> list[Cell]:
+    def _cells(self, results: Mapping[str, Result], key: str) -> list[PropositionCell]:
         """By how much the largest E ends below E = 1 in every cell, in decibels."""
         one, many = self.settings.local_steps[0], self.settings.local_steps[-1]
         return [
-            Cell(
+            PropositionCell(
                 start,
                 float(results[_name(apart, start)]["apart"]),
                 paired(
@@ -333,7 +333,7 @@ class Proposition(Experiment):
             for apart, start in self._problems
         ]
 
-    def _claims(self, cells: Mapping[str, Sequence[Cell]]) -> list[ExperimentClaim]:
+    def _claims(self, cells: Mapping[str, Sequence[PropositionCell]]) -> list[ExperimentClaim]:
         many = self.settings.local_steps[-1]
         open_setting = "what stays the same while E varies"
         return [
@@ -420,7 +420,7 @@ class Proposition(Experiment):
             "bounds", f"{SCHEDULED}: gap of an output drawn at random / its bound", columns, rows
         )
 
-    def _picture(self, cells: Mapping[str, Sequence[Cell]]) -> Figure:
+    def _picture(self, cells: Mapping[str, Sequence[PropositionCell]]) -> Figure:
         many = self.settings.local_steps[-1]
         title = f"E = {many} against E = 1; the predicted slope, right up to a constant"
         figure, panels = grid(1, len(cells), title=title, width=11.5, height=4.2)
@@ -461,17 +461,17 @@ def _name(apart: float, start: float) -> str:
     return f"heterogeneity={apart:g} start={start:g}"
 
 
-def _ratio(cell: Cell) -> float:
+def _ratio(cell: PropositionCell) -> float:
     return cell.ratio
 
 
-def _judged(cell: Cell, expected: str) -> Outcome:
+def _judged(cell: PropositionCell, expected: str) -> Outcome:
     """Whether the expected one, "many" or "one", is better in a cell."""
     measured = f"{cell.apart:.3g} at {cell.start:g}: lower by {cell.lower.text} dB"
     return None if cell.better is None else cell.better == expected, measured
 
 
-def _separated(cells: Sequence[Cell]) -> Outcome:
+def _separated(cells: Sequence[PropositionCell]) -> Outcome:
     """Whether one ratio of heterogeneity to distance separates the decided cells."""
     ratios = _ratios(cells)
     below, above = ratios["highest below"], ratios["lowest above"]
@@ -480,7 +480,7 @@ def _separated(cells: Sequence[Cell]) -> Outcome:
     return below < above, f"ratios up to {below:.3g} below it, from {above:.3g} above it"
 
 
-def _ratios(cells: Sequence[Cell]) -> dict[str, float]:
+def _ratios(cells: Sequence[PropositionCell]) -> dict[str, float]:
     """The highest ratio where the largest E is better, and the lowest where E = 1 is."""
     many = [cell.ratio for cell in cells if cell.better == "many"]
     one = [cell.ratio for cell in cells if cell.better == "one"]

@@ -58,7 +58,7 @@ class DasRegimesSettings(ConfigRunsSettings):
 
 
 @dataclass(frozen=True)
-class Cell:
+class RegimeCell:
     """A regime and an epsilon, with the final accuracies (%) of every seed.
 
     Attributes
@@ -169,7 +169,7 @@ class DasRegimes(ConfigRuns):
     def _bounds(self) -> list[float]:
         return sorted({bound for regime in self.settings.regimes for bound in regime.clip_norms})
 
-    def _cells(self, results: Mapping[str, Result]) -> Iterator[Cell]:
+    def _cells(self, results: Mapping[str, Result]) -> Iterator[RegimeCell]:
         """The regimes and epsilons all of whose runs are there."""
         for regime in self.settings.regimes:
             for epsilon in regime.epsilons:
@@ -181,14 +181,14 @@ class DasRegimes(ConfigRuns):
                 finals = {key: self._finals(results, name) for key, name in names.items()}
                 fedavg = self._finals(results, f"{regime.name} {FEDAVG}")
                 if all(len(of) == self.settings.seeds for of in (fedavg, *finals.values())):
-                    yield Cell(regime, epsilon, fedavg, finals)
+                    yield RegimeCell(regime, epsilon, fedavg, finals)
 
     def _finals(self, results: Mapping[str, Result], name: str) -> list[float]:
         """Accuracy (%) of each seed that has been run, over the last rounds."""
         runs = self.of_plan(results, name)
         return [100 * float(np.mean(run["accuracy"][-self.last :])) for run in runs]
 
-    def _claims(self, cells: Sequence[Cell]) -> list[ExperimentClaim]:
+    def _claims(self, cells: Sequence[RegimeCell]) -> list[ExperimentClaim]:
         claims = []
         for text, paid in self.settings.costs.items():
             here = [cell for cell in cells if f"{cell.epsilon:g}" == text]
@@ -214,7 +214,7 @@ class DasRegimes(ConfigRuns):
             )
         return claims
 
-    def _picture(self, cells: Sequence[Cell]) -> Figure:
+    def _picture(self, cells: Sequence[RegimeCell]) -> Figure:
         title = "Fashion-MNIST: accuracy by C in each regime"
         figure, axes = grid(1, len(cells), title=title, width=max(3.4 * len(cells), 6))
         for panel, cell in zip(axes, cells, strict=True):
