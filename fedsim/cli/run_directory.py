@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.table import Table
 
 from fedsim.cli.console import Output, check_out
@@ -29,6 +31,10 @@ def evaluate(
         typer.Option(help="A data set's name or path; the run's own if unset."),
     ] = "",
     best: BEST = False,
+    by: Annotated[
+        str,
+        typer.Option(help="A column, such as `owner`: a row of metrics for each of its values."),
+    ] = "",
 ) -> None:
     """Evaluate a run's model on test examples of its own data set, or of another.
 
@@ -36,17 +42,36 @@ def evaluate(
 
         fedsim evaluate runs/digits
         fedsim evaluate runs/digits --data hospital.npz
+        fedsim evaluate runs/hospitals --by owner
 
     Examples are normalised as they were in training. A file has `x_train`, `y_train`, `x_test` and
     `y_test`, as for a run; of a single table, every fifth row is a test example.
     """
     import fedsim
 
-    metrics = fedsim.load(run, best=best).evaluate(data)
+    saved = fedsim.load(run, best=best)
+    if by:
+        Output().print(_table_by(by, saved.evaluate_by(by, data)))
+        return
+    metrics = saved.evaluate(data)
     table = Table.grid(padding=(0, 2))
     for name, value in metrics.items():
         table.add_row(name, f"{value:.6g}")
     Output().print(table)
+
+
+def _table_by(column: str, metrics: Mapping[str, Mapping[str, float]]) -> Table:
+    from fedsim.runs.metrics import brief, is_share
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    names = next(iter(metrics.values()), {})
+    table.add_column(column)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for value, of_value in metrics.items():
+        cells = (brief(number, percent=is_share(n, [number])) for n, number in of_value.items())
+        table.add_row(value, *cells)
+    return table
 
 
 def export(

@@ -356,13 +356,16 @@ class CentralEvaluation:
         vector = self._layout.flatten(tensors(arrays)).to(self._device)
         metrics: dict[str, int | float | list[int] | list[float]] = {}
         for split, trainer in self.trainers.items():
-            measured = evaluated(trainer, vector, server_round)
+            (measured,) = evaluated(trainer, vector, server_round)
             metrics |= {f"{split}-{name}": value for name, value in measured.items()}
         return MetricRecord(metrics)
 
 
-def evaluated(trainer: Trainer, vector: Tensor, round: int) -> dict[str, float]:
-    """Loss and metrics of ``vector [d]`` on the examples of a trainer's one client."""
-    (block,) = trainer.evaluate(vector, np.zeros(1, np.int64), round)
-    metrics = block.metrics.items()
-    return {name: float(values[0]) for name, values in metrics if name != "num-examples"}
+def evaluated(trainer: Trainer, vector: Tensor, round: int) -> list[dict[str, float]]:
+    """Loss and metrics of ``vector [d]`` on the examples of each of a trainer's clients."""
+    of_client: dict[int, dict[str, float]] = {}
+    for block in trainer.evaluate(vector, np.arange(trainer.population), round):
+        metrics = {name: m for name, m in block.metrics.items() if name != "num-examples"}
+        for row, client_id in enumerate(block.client_ids):
+            of_client[int(client_id)] = {name: float(m[row]) for name, m in metrics.items()}
+    return [of_client[client_id] for client_id in sorted(of_client)]

@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsim import regular_files
-from fedsim.arguments import check_arguments
+from fedsim.arguments import check_arguments, shown
 from fedsim.array_types import Array
 from fedsim.config import RunConfig
 from fedsim.config.release_keys import path_keys
 from fedsim.datasets import Dataset, dataset_of
+from fedsim.datasets.array_checks import UNUSABLE
 from fedsim.datasets.files import data_files
 from fedsim.datasets.load import inputs_of, kind_of
 from fedsim.errors import FedsimError
@@ -32,6 +33,7 @@ from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import (
     all_test_examples,
+    client_data,
     device_of,
     empty_dataset,
     input_statistics,
@@ -46,6 +48,7 @@ from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated
 from fedsim.runs.run_lock import is_marked
 from fedsim.tasks.metrics import predicted_classes, with_class_axis
+from fedsim.training import ClientData
 
 _CHUNK = 256  # examples in a batch of `predict`
 
@@ -269,15 +272,50 @@ class SavedRun:
             If the examples have another shape, other columns or another kind of numbers than the
             model's, or are not finite.
         """
-        inputs = self._inputs(x)
-        # Copies: a forward may write to its inputs, which may be the caller's own array.
-        outputs = torch.cat([self.model(part.clone()) for part in torch.split(inputs, _CHUNK)])
-        shape = (len(inputs), *self._dataset.train.y.shape[1:])
+        outputs, shape = self._outputs(x)
         if not self._dataset.num_classes:
             # A loss of the user's own may compare targets with outputs of another shape.
             numbers: Array = outputs.numpy()
             return numbers.reshape(shape) if numbers.size == prod(shape) else numbers
         return predicted_classes(with_class_axis(outputs, shape)).numpy()
+
+    @torch.no_grad()
+    def predict_proba(self, x: Array | Tensor | Mapping[str, Any] | str | PathLike[str]) -> Array:
+        """Probabilities of classes for some examples, such as an AUC needs.
+
+        Parameters
+        ----------
+        x : array ``[N, ...]``, or table
+            As for `predict`.
+
+        Returns
+        -------
+        float array ``[N, K]`` or ``[N, L, K]``
+            Of each of K classes, in the order of `labels`; a model with one output for two classes
+            gives both.
+
+        Raises
+        ------
+        FedsimError
+            Like `predict`, and if targets are not classes.
+        """
+        if not self._dataset.num_classes:
+            raise FedsimError(
+                "the model does not predict classes; saved.predict gives its outputs."
+            )
+        outputs, shape = self._outputs(x)
+        logits = with_class_axis(outputs, shape).double()
+        if logits.shape[-1] == 1:
+            logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
+        probabilities: Array = torch.softmax(logits, dim=-1).numpy()
+        return probabilities
+
+    def _outputs(self, x: Any) -> tuple[Tensor, tuple[int, ...]]:
+        """The model's outputs, and the shape of targets of these examples."""
+        inputs = self._inputs(x)
+        # Copies: a forward may write to its inputs, which may be the caller's own array.
+        outputs = torch.cat([self.model(part.clone()) for part in torch.split(inputs, _CHUNK)])
+        return outputs, (len(inputs), *self._dataset.train.y.shape[1:])
 
     def _inputs(self, x: Any) -> Tensor:
         array = inputs_of("examples", x, self._dataset.feature_names)
@@ -309,14 +347,55 @@ class SavedRun:
             If there is no such data set, its examples do not fit the model, the run's own data set
             was a Python object, or metrics of clients' examples may not be shown.
         """
+        (metrics,) = self._evaluated(all_test_examples(self._dataset_for(data)))
+        return metrics
+
+    def evaluate_by(self, column: str, data: object = "") -> dict[str, dict[str, float]]:
+        """Loss and metrics on the test examples of each value of a column, such as ``owner``.
+
+        Parameters
+        ----------
+        column : str
+            Column of the data set with one value an example.
+        data : str, path, or what ``data=`` of a run may be
+            As for `evaluate`, with the same refusals.
+
+        Returns
+        -------
+        dict of str to dict of str to float
+            By value, sorted: ``examples``, the number of examples, the loss and the metrics.
+
+        Raises
+        ------
+        FedsimError
+            Like `evaluate`, and if there is no such column.
+        """
+        dataset = self._dataset_for(data)
+        columns = dataset.test.columns
+        if column not in columns or column == UNUSABLE:
+            known = ", ".join(name for name in columns if name != UNUSABLE) or "no column"
+            raise FedsimError(f"there is no column {shown(column)} in the test data, only {known}.")
+        usable = ~columns.get(UNUSABLE, np.zeros(len(dataset.test), dtype=np.bool_))
+        values = sorted({str(value) for value in columns[column][usable]})
+        of_value = columns[column].astype(str)
+        parts = [np.flatnonzero(usable & (of_value == value)) for value in values]
+        metrics = self._evaluated(client_data(dataset, dataset.test, parts))
+        return {
+            value: {"examples": float(len(part)), **of_part}
+            for value, part, of_part in zip(values, parts, metrics, strict=True)
+        }
+
+    def _dataset_for(self, data: object) -> Dataset:
+        """The data set to evaluate on, with inputs normalised as in this model's training."""
         self._require_whole()
         data = fspath(data) if isinstance(data, PathLike) else data
         is_own = isinstance(data, str) and (not data or self._is_own_data(data))
         dataset = self._own_dataset() if is_own else self._other_dataset(data)
-        # Inputs must be normalised as in this model's training.
-        dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
-        examples, device = all_test_examples(dataset), device_of(self._config)
-        trainer = trainer_of(self._config, self.trained, examples, device=device)
+        return replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
+
+    def _evaluated(self, examples: ClientData) -> list[dict[str, float]]:
+        """Loss and metrics on the examples of each of these clients."""
+        trainer = trainer_of(self._config, self.trained, examples, device=device_of(self._config))
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 

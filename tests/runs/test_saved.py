@@ -18,6 +18,7 @@ from torch import nn
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.cli import main
 from fedsim.config.release_keys import keys_outside_release
 from fedsim.datasets import Dataset
 from fedsim.datasets import load as load_data
@@ -230,6 +231,42 @@ def test_clients_own_test_examples_of_a_private_run_are_not_measured_under_any_n
     assert shown.keys() == open_run.evaluate().keys()
     unbound = {"mechanism.name": "none", "noise.multiplier": 0.0}
     assert run_of_owners(own, tmp_path / "bare", **unbound).evaluate("link.npz")
+
+
+def test_metrics_by_owner_are_those_of_each_owners_test_examples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = features(tmp_path / "own.npz")
+    saved = run_of_owners(own, tmp_path / "run", **{"evaluate.unprotected": True})
+    table, arrays = saved.evaluate_by("owner"), dict(np.load(own))
+    owners = arrays["owner_test"].astype(str)
+    assert list(table) == sorted(set(owners))
+    for owner, metrics in table.items():
+        rows = owners == owner
+        alone = {k: v[rows] if k.endswith("_test") else v for k, v in arrays.items()}
+        np.savez(tmp_path / "alone.npz", **alone)
+        expected = saved.evaluate(tmp_path / "alone.npz")
+        assert metrics == pytest.approx({"examples": rows.sum(), **expected}, rel=1e-6)
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(tmp_path / "run"), "--by", "owner"])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed if line.strip()][-len(table) :] == list(table)
+    with pytest.raises(FedsimError, match="no column 'hospital' in the test data, only owner"):
+        saved.evaluate_by("hospital")
+    # Figures without noise of a private run's clients need the same permission as all others.
+    with pytest.raises(FedsimError, match="are clients' own, and metrics of them have no"):
+        run_of_owners(own, tmp_path / "private").evaluate_by("owner")
+
+
+def test_probabilities_are_the_softmax_of_outputs_and_agree_with_predictions(
+    private_run: Path,
+) -> None:
+    saved, digits = fedsim.load(private_run), load_data("digits").test
+    probabilities = saved.predict_proba(digits.x)
+    logits = saved.model(digits.x).detach().double()
+    assert probabilities == pytest.approx(torch.softmax(logits, -1).numpy(), abs=1e-12)
+    assert (probabilities.argmax(1) == saved.predict(digits.x)).all()
+    assert probabilities.shape[1] == 10
 
 
 def test_a_part_of_a_private_runs_own_files_is_not_measured_either(tmp_path: Path) -> None:
