@@ -26,7 +26,7 @@ FREE = "without noise"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class PlanVariant:
     """One way to spend epsilon: its name, and the keys of the run that it changes."""
 
     name: str
@@ -50,7 +50,7 @@ class PlansSettings(ConfigRunsSettings):
 
     title: str
     epsilons: Annotated[list[float], NOT_EMPTY]
-    ways: Annotated[list[Variant], NOT_EMPTY]
+    ways: Annotated[list[PlanVariant], NOT_EMPTY]
     claims: list[EpsilonsClaim] = field(default_factory=list)
 
 
