@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import shlex
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedsim import regular_files
 from fedsim.deploy.processes import environment, program
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.process import deferred_signals
@@ -27,6 +30,7 @@ _log = logging.getLogger("fedsim")
 
 _OUTAGE = 90.0  # seconds; an app of Flower's waits for its SuperLink for 60
 _STOP_SECONDS = 12.0
+_HANDSHAKE_SECONDS = 5.0
 
 
 class Operator:
@@ -155,7 +159,7 @@ class Operator:
                     raise RunFailedError(
                         f"the SuperLink has not answered for {_OUTAGE:g} s, longer than a run "
                         "survives; when it is up again, the same command with --resume continues "
-                        "from the last checkpoint."
+                        f"from the last checkpoint.{self._certificate_fault()}"
                     ) from None
             poll()
             if status.startswith("finished"):
@@ -208,8 +212,29 @@ class Operator:
         except subprocess.TimeoutExpired:
             raise FedsimError(f"flwr {name} has not ended in {seconds:g} s.") from None
         if process.returncode != 0:
-            raise FedsimError(f"flwr {name} failed: {(process.stdout + process.stderr).strip()}")
+            said = (process.stdout + process.stderr).strip() + self._certificate_fault()
+            raise FedsimError(f"flwr {name} failed: {said}")
         return process.stdout
+
+    def _certificate_fault(self) -> str:
+        """A sentence if the SuperLink's certificate is not accepted, as once it has expired.
+
+        Flower then says that there is no connection.
+        """
+        try:
+            link = regular_files.read_toml(self.home / "config.toml")["superlink"][self.connection]
+            context = ssl.create_default_context(cafile=link["root-certificates"])
+            host, _, port = str(link["address"]).rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=_HANDSHAKE_SECONDS) as plain:
+                context.wrap_socket(plain, server_hostname=host).close()
+        except ssl.SSLCertVerificationError as error:
+            return (
+                f" The SuperLink's certificate is not accepted ({error.verify_message}); "
+                "`fedsim deploy renew` makes a new one."
+            )
+        except (OSError, ValueError, KeyError):
+            pass  # it has no certificate, or cannot be reached
+        return ""
 
     def _environment(self) -> dict[str, str]:
         return {**environment(), "FLWR_HOME": os.fspath(self.home)}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import ssl
 import stat
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedsim.deploy import operator as module
+from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.operator import Operator
+from fedsim.errors import FedsimError
 
 FLWR = """#!/bin/sh
 echo "$@" >> "$FLWR_HOME/calls"
@@ -124,3 +130,28 @@ def test_a_run_that_could_not_be_stopped_is_said_to_continue_and_how_it_is_stopp
     (operator.home / "deaf").unlink()
     operator.stop(7)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_an_expired_certificate_is_named_where_flower_says_that_there_is_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        federation = Federation.create(tmp_path / "fed", nodes=1, port=port)
+        federation.issue(days)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(
+            federation.superlink / "server.pem", federation.superlink / "server.key"
+        )
+
+        def answer() -> None:
+            with suppress(OSError), server.accept()[0] as plain:
+                context.wrap_socket(plain, server_side=True).close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        monkeypatch.setattr(module, "program", lambda name: "/bin/false")
+        with pytest.raises(FedsimError, match="flwr list failed") as raised:
+            Operator(federation.operator, CONNECTION).status(7)
+    named = "(certificate has expired); `fedsim deploy renew` makes a new one."
+    assert (named in str(raised.value)) == (days < 0)
