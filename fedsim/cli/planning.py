@@ -57,6 +57,7 @@ def partition(
     # Imported here so that a mistake in the config is reported before torch is loaded.
     import numpy as np
 
+    from fedsim.cli.progress import column_table
     from fedsim.partitions.base import class_counts
     from fedsim.reports.partition import draw, tabulate
     from fedsim.reports.plots import save
@@ -72,6 +73,8 @@ def partition(
     if settings.partition.max_examples:
         title += f", at most {settings.partition.max_examples:,} examples a client"
     console = Output()
+    if data.dataset.columns:
+        console.print(column_table(data.dataset.columns))
     console.print(tabulate(counts, title))
     try:
         save(draw(counts, title), path, dpi=150)

@@ -37,6 +37,16 @@ from fedsim.runs.record import RunResult
 
 _EPSILONS = {"epsilon-so-far": "eps so far", "epsilon": "eps", "example-epsilon": "examples' eps"}
 
+MAX_COLUMNS_SHOWN = 40
+"""Columns of a table that are described before a run; a wide table's others are counted."""
+
+
+def column_table(columns: Sequence[str]) -> Text:
+    """What each column of a table became, a line each, of at most `MAX_COLUMNS_SHOWN`."""
+    more = len(columns) - MAX_COLUMNS_SHOWN
+    lines = [*columns[:MAX_COLUMNS_SHOWN], *([f"and {more:,} more columns"] if more > 0 else [])]
+    return Text("\n".join(["Columns:", *(f"  {line}" for line in lines)]))
+
 
 class Progress(Callback, Closed):
     """One live line on a terminal; in other output, a plain line after each tenth of the rounds.
@@ -71,9 +81,11 @@ class Progress(Callback, Closed):
         self._bar.stop()
 
     def on_start(self, status: RunStatus) -> None:
-        """Show the round from which a run is resumed."""
+        """Show what a table's columns became, or the round from which a run is resumed."""
         if status.round:
             self.on_round(status)
+        elif status.columns:
+            self._console.print(column_table(status.columns))
 
     def on_round(self, status: RunStatus) -> None:
         """Show the round that has just finished."""

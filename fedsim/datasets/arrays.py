@@ -51,6 +51,8 @@ class Arrays:
         tables), and the split in which they were found.
     feature_names, class_names : tuple of str
         Names of the inputs, in order, and of the classes; empty if there are none.
+    columns : tuple of str
+        Of a table: what each column became, one text each.
     """
 
     train: Mapping[str, Array]
@@ -62,6 +64,7 @@ class Arrays:
     found_in: Mapping[str, str] = field(default_factory=dict)
     feature_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     @classmethod
     def from_named_arrays(cls, arrays: Mapping[str, Array]) -> Arrays:
@@ -85,7 +88,7 @@ class Arrays:
 
     def dataset(self, name: str, **others: Any) -> Dataset:
         """Data set of these arrays; ``others`` (of `Dataset.from_arrays`) take precedence."""
-        own = (*STATISTICS, *DECLARED, "found_in", "feature_names", "class_names")
+        own = (*STATISTICS, *DECLARED, "found_in", "feature_names", "class_names", "columns")
         settings = {key: getattr(self, key) for key in own}
         return Dataset.from_arrays(name, self.train, self.test, **{**settings, **others})
 

@@ -58,6 +58,11 @@ class NumberType:
             raise UnusableError(int(too_large.argmax()), "from -3.4e38 to 3.4e38, as in float32")
         return np.where(too_large, np.nan, numbers)
 
+    @property
+    def words(self) -> str:
+        """The type in words."""
+        return "number" if self.free else f"number scaled from {self.low:.15g}:{self.high:.15g}"
+
     def features(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The numbers as one feature, ``[N, 1]``."""
         return numbers[:, None]
@@ -93,6 +98,11 @@ class CategoryType:
         if codes.min(initial=0) < 0 and not protected:
             raise UnusableError(int(codes.argmin()), f"one of {', '.join(self.values)}")
         return codes
+
+    @property
+    def words(self) -> str:
+        """The type in words."""
+        return f"category of {self.width:,} values"
 
     def features(self, codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """One-hot rows ``[N, width]``; all zero for an unknown category."""
@@ -231,16 +241,6 @@ def found_type(name: str, train: Column, test: Column, where: str) -> NumberType
             "numbers, write decimals after a point, and no commas between thousands.",
             where,
             values[0],
-            name,
-        )
-    elif len(values) > max(FEW_CATEGORIES, len(is_number) // 2):
-        _log.warning(
-            "%s has %s different texts in the %s rows of column '%s', and each is a category of "
-            "its own: if they are dates or names, name inputs without that column, as in "
-            "data.columns = 'x=age+sex,y=ill'.",
-            where,
-            f"{len(values):,}",
-            f"{len(is_number):,}",
             name,
         )
     return CategoryType(tuple(values))

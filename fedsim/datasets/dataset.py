@@ -121,6 +121,8 @@ class Dataset:
     feature_names, class_names : tuple of str
         Of a table: names of its features ("age", "sex=f"), and the target's categories in their
         order. Empty for other data.
+    columns : tuple of str
+        Of a table: what each column became, one text each. Empty for other data.
     """
 
     name: str
@@ -134,6 +136,7 @@ class Dataset:
     found_in: Mapping[str, str] = field(default_factory=dict)
     feature_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -259,6 +262,7 @@ class Dataset:
         found_in: Mapping[str, str] | None = None,
         feature_names: Sequence[str] = (),
         class_names: Sequence[str] = (),
+        columns: Sequence[str] = (),
     ) -> Dataset:
         """Build a data set from plain arrays, after checking them; copied only to convert.
 
@@ -289,6 +293,8 @@ class Dataset:
             Other properties found in the examples, each with its split: "train" or "test".
         feature_names, class_names : sequence of str
             Names of the inputs, in order, and of the classes; empty if there are none.
+        columns : sequence of str
+            Of a table: what each column became.
 
         Raises
         ------
@@ -327,6 +333,7 @@ class Dataset:
             found_in=_found_in(found_in or {}, sizes),
             feature_names=tuple(feature_names),
             class_names=tuple(class_names),
+            columns=tuple(columns),
         )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -40,6 +41,9 @@ _log = logging.getLogger("fedsim")
 
 TEST_EVERY = 5
 """Every fifth row of a table without a test table is a test example."""
+
+MANY_CATEGORIES = 100
+"""Categories of an input above which a warning asks whether it should be one."""
 
 LARGE_SCALE = 10.0
 """Root mean square of an input above which training at usual learning rates diverges."""
@@ -125,7 +129,7 @@ def arrays_of_tables(
     }
     columns_of_target = (train[roles.target], test[roles.target])
     are_classes = roles.target not in declared and all(map(_are_whole, columns_of_target))
-    reader = _Reader(roles, kinds, are_classes, where)
+    reader = _Reader(roles, kinds, are_classes, where, declared)
     if are_classes:
         reader.warn_of_amounts([*train[roles.target], *test[roles.target]])
     plain = {
@@ -142,7 +146,9 @@ def arrays_of_tables(
         if any(kinds[name].free for name in roles.inputs):
             found_in["mean"] = "train"
     elif not protected:
-        reader.warn_of_large_scales(arrays["x"])
+        reader.warn_of_large_scales(train, arrays["x"])
+    if not protected:
+        reader.warn_of_identifiers(train)
     target = kinds[roles.target]
     names = target.values if isinstance(target, CategoryType) else ()
     tests = reader.arrays(test, "test", protected)
@@ -158,6 +164,7 @@ def arrays_of_tables(
             one for name in roles.inputs for one in kinds[name].feature_names(name)
         ),
         class_names=names,
+        columns=reader.descriptions(train, arrays["y"], normalize, protected),
     )
 
 
@@ -267,6 +274,7 @@ class _Reader:
     types: Mapping[str, NumberType | CategoryType]
     are_classes: bool  # whether the target's numbers are class labels
     where: str
+    declared: Collection[str] = ()  # columns whose types are declared
 
     def arrays(self, table: Table, split: str, tolerant: bool) -> dict[str, npt.NDArray[Any]]:
         """Arrays ``x`` [N, d] and ``y`` [N] of a table."""
@@ -298,6 +306,48 @@ class _Reader:
         std = np.where(free, x.std(0, dtype=np.float64), 1.0)
         return mean.tolist(), np.where(std > 0, std, 1.0).tolist()
 
+    def descriptions(
+        self, table: Table, targets: npt.NDArray[Any], normalize: bool, protected: bool
+    ) -> tuple[str, ...]:
+        """What each column became, without anything that was found in protected rows."""
+        others = {theirs: ours for ours, theirs in self.roles.others.items()}
+        lines = []
+        for name in table:
+            if name == self.roles.target:
+                found = not protected and self.are_classes
+                classes = f"class of {int(targets.max(initial=0)) + 1:,}" if found else ""
+                words = f"target, {classes or self.types[name].words}"
+            elif name in self.roles.inputs:
+                kind = self.types[name]
+                words = kind.words + (", normalised" if normalize and kind.free else "")
+            else:
+                words = others.get(name, "ignored")
+            lines.append(f"{name}: {words}")
+        return tuple(lines)
+
+    def warn_of_identifiers(self, table: Table) -> None:
+        """Warn of inputs that tell rows apart, or dates: numbers and categories cannot learn them.
+
+        An identifier has a value of its own in every row, and is whole or a text.
+        """
+        suspects = {
+            name: what
+            for name in self.roles.inputs
+            if name not in self.declared and (what := _no_input(table[name], self.types[name]))
+        }
+        if suspects:
+            inputs = "+".join(name for name in self.roles.inputs if name not in suspects) or "..."
+            _log.warning(
+                "%s has %s, which are inputs now: leave them out by data.columns = '%s', or "
+                "declare them by data.types.",
+                self.where,
+                " and ".join(f"{what} in column '{name}'" for name, what in suspects.items()),
+                ",".join(
+                    [f"y={self.roles.target}", f"x={inputs}"]
+                    + [f"{ours}={theirs}" for ours, theirs in self.roles.others.items()]
+                ),
+            )
+
     def warn_of_amounts(self, targets: Column) -> None:
         """Warn if classes look like amounts: there are many, and some have no example."""
         classes = int(max(map(number, targets))) + 1
@@ -314,12 +364,13 @@ class _Reader:
                 name,
             )
 
-    def warn_of_large_scales(self, x: npt.NDArray[Any]) -> None:
+    def warn_of_large_scales(self, table: Table, x: npt.NDArray[Any]) -> None:
         """Warn of numbers so large that steps of a usual size diverge."""
         start, unscaled = 0, []
         for name, kind in self._input_types():
             values = x[:, start].astype(np.float64)
-            if kind.free and len(x) and np.sqrt(np.mean(values**2)) > LARGE_SCALE:
+            is_number = kind.free and not _no_input(table[name], kind)
+            if is_number and len(x) and np.sqrt(np.mean(values**2)) > LARGE_SCALE:
                 unscaled.append((name, values.min(), values.max()))
             start += kind.width
         if unscaled:
@@ -348,6 +399,22 @@ class _Reader:
                 f"{self.where} has '{values[error.row]}' in column '{name}' of its {split} example "
                 f"{error.row + 1}; it must be {error.wanted}."
             ) from None
+
+
+_DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}")
+
+
+def _no_input(values: Column, kind: NumberType | CategoryType) -> str:
+    """What a column holds that is hardly an input; empty for others, and for few rows."""
+    if len(values) <= FEW_CATEGORIES:
+        return ""
+    is_text = isinstance(kind, CategoryType)
+    if is_text and all(_DATE.match(str(value).strip()) for value in values):
+        return "dates"
+    whole = is_text or _are_whole(values)
+    if whole and len({str(value) for value in values}) == len(values):
+        return "a value of its own in every row (an identifier?)"
+    return f"{kind.width:,} categories" if is_text and kind.width > MANY_CATEGORIES else ""
 
 
 def _are_whole(values: Column) -> bool:

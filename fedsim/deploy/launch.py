@@ -297,6 +297,7 @@ class _MetricsWatcher:
             uncovered=self._resolved.uncovered,
             directory=directory if directory.path.is_dir() else None,
             outcome=end,
+            columns=self._resolved.data.dataset.columns,
         )
 
 

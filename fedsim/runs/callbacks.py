@@ -50,6 +50,8 @@ class RunStatus:
         The run's directory; None if nothing is written.
     ending : RunOutcome or None
         How the run ended; None before its end, and at the end of one that failed.
+    columns : tuple of str
+        Of a table: what each of its columns became. Empty for other data.
     """
 
     config: RunConfig
@@ -60,6 +62,7 @@ class RunStatus:
     uncovered: tuple[str, ...] = ("train", "clients")
     directory: RunDirectory | None = None
     outcome: RunOutcome | None = None
+    columns: tuple[str, ...] = ()
 
     @property
     def ended(self) -> OutcomeKind | None:

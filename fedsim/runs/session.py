@@ -234,6 +234,7 @@ class Session:
             uncovered=self._uncovered,
             directory=self._directory,
             outcome=ending,
+            columns=self.resolved.data.dataset.columns,
         )
 
     def result(self) -> RunResult:

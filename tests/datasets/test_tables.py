@@ -211,10 +211,37 @@ def test_a_column_of_dates_is_categories_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "fedsim"):
         datasets.load(str(path), columns="y=y")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has 40 different texts in the 40 rows of column 'day', and each is a category of "
-        "its own: if they are dates or names, name inputs without that column, as in "
-        "data.columns = 'x=age+sex,y=ill'."
+        f"{path} has dates in column 'day', which are inputs now: leave them out by data.columns = "
+        "'y=y,x=ward', or declare them by data.types."
     ]
+
+
+def test_a_table_says_what_each_column_became_and_of_protected_rows_what_was_declared(
+    tmp_path, caplog
+):
+    path = tmp_path / "visits.csv"
+    people = ((i, 20 + i % 30, "fm"[i % 2], f"H{i % 3}", "-", i % 2) for i in range(100))
+    lines = [",".join(map(str, person)) for person in people]
+    path.write_text("\n".join(["patient,age,sex,hospital,note,ill", *lines]) + "\n")
+    columns = "y=ill,owner=hospital"
+    with caplog.at_level(logging.WARNING, "fedsim"):
+        found = datasets.load(str(path), columns=columns, types="age=0:100")
+    assert found.columns == (
+        "patient: number", "age: number scaled from 0:100", "sex: category of 2 values",
+        "hospital: owner", "note: category of 1 values", "ill: target, class of 2",
+    )  # fmt: skip
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has a value of its own in every row (an identifier?) in column 'patient', which "
+        "are inputs now: leave them out by data.columns = 'y=ill,x=age+sex+note,owner=hospital', "
+        "or declare them by data.types."
+    ]
+    caplog.clear()
+    protected = datasets.load(
+        str(path), columns=f"{columns},x=age", types="age=0:100,ill=0|1|2|3", protected=True
+    )
+    assert "ill: target, category of 4 values" in protected.columns
+    assert "patient: ignored" in protected.columns
+    assert not caplog.records
 
 
 def test_numbers_with_a_comma_are_categories_with_a_warning(tmp_path, caplog):

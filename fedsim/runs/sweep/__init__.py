@@ -3,7 +3,7 @@
 from fedsim.runs.sweep.running import has_run_ended, run_sweep
 from fedsim.runs.sweep.search import (
     SweepRun,
-    Variant,
+    SweepVariant,
     changes_at,
     grid_runs,
     parse_axes,
@@ -12,7 +12,7 @@ from fedsim.runs.sweep.search import (
 
 __all__ = [
     "SweepRun",
-    "Variant",
+    "SweepVariant",
     "changes_at",
     "grid_runs",
     "has_run_ended",

@@ -60,7 +60,7 @@ class SweepRun:
 
 
 @dataclass(frozen=True)
-class Variant:
+class SweepVariant:
     """A value on an axis that has a name of its own: a part of a config, such as a method.
 
     Attributes
@@ -75,7 +75,7 @@ class Variant:
     changes: Mapping[str, Scalar]
 
     @classmethod
-    def read(cls, path: Path) -> list[Variant]:
+    def read(cls, path: Path) -> list[SweepVariant]:
         """The variant that a TOML file describes, or those of its tables, by the tables' names.
 
         Raises
@@ -94,7 +94,7 @@ def changes_at(point: Mapping[str, Any]) -> dict[str, Any]:
     """What a point of a grid changes in the config, by dotted key."""
     changes: dict[str, Any] = {}
     for axis, value in point.items():
-        of_value = value.changes if isinstance(value, Variant) else {axis: value}
+        of_value = value.changes if isinstance(value, SweepVariant) else {axis: value}
         if twice := changes.keys() & of_value.keys():
             raise FedsimError(
                 f"--over {axis} sets {', '.join(sorted(twice))}, which another axis sets too; one "
@@ -119,7 +119,7 @@ def grid_runs(config: RunConfig, axes: Mapping[str, list[Any]]) -> list[SweepRun
         flat = changed.to_run_config()
         # Values as a config writes them: 64 and '64' are equal as a list, 1 and 1.0 as a number.
         point = {
-            axis: value.name if isinstance(value, Variant) else _point_value(flat, axis)
+            axis: value.name if isinstance(value, SweepVariant) else _point_value(flat, axis)
             for axis, value in chosen.items()
         }
         distinct.setdefault(tuple(flat.items()), SweepRun(point, changed))
@@ -128,7 +128,9 @@ def grid_runs(config: RunConfig, axes: Mapping[str, list[Any]]) -> list[SweepRun
         # As configs write them, in which 0.1 and 0.10 are one value.
         points = {key: {run.point[key] for run in runs} for key in axes}
         repeated = [key for key, axis in axes.items() if len(points[key]) < len(axis)]
-        repeated = repeated or [key for key, (first, *_) in axes.items() if type(first) is Variant]
+        repeated = repeated or [
+            key for key, (first, *_) in axes.items() if type(first) is SweepVariant
+        ]
         raise FedsimError(
             f"--over {' and '.join(repeated)} has a value twice, which would be one run; give each "
             "once."
@@ -158,7 +160,7 @@ def sweep_measure(config: RunConfig) -> Measure:
 def parse_axes(overs: Iterable[str]) -> dict[str, list[Any]]:
     """Parse ``key=v1,v2`` for each axis; values as for ``--set``, lists in brackets.
 
-    An axis that is no key of a config, such as ``method``, has `Variant` s, from TOML files.
+    An axis that is no key of a config, such as ``method``, has `SweepVariant` s, from TOML files.
 
     Raises
     ------
@@ -175,7 +177,7 @@ def parse_axes(overs: Iterable[str]) -> dict[str, list[Any]]:
             raise FedsimError(f"--over {key} is given twice; give all its values at once.")
         values = split_top_level(text)
         if _has_variants(key, values):
-            axes[key] = [variant for value in values for variant in Variant.read(Path(value))]
+            axes[key] = [variant for value in values for variant in SweepVariant.read(Path(value))]
         else:
             axes[key] = [read_value(value) for value in values]
     return axes
