@@ -49,7 +49,7 @@ def audit_config(
     rounds : int
         Largest number of rounds of a two-world run.
     runs, canaries, checks, confidence, seed, deep, tick
-        As for `fedsim.audit.audit`; with 0 runs there are no worlds.
+        As for `strategy_audit.audit`; with 0 runs there are no worlds.
 
     Returns
     -------
