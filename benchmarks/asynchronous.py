@@ -3,7 +3,7 @@
 A softmax over images (20 per client, two steps of 10), a concurrency of 1,000 and a buffer of 100,
 on devices whose time for a task is lognormal with a mean of 300 s: the schedule alone, a release
 beside a synchronous round of as many updates, and seven virtual days of a million devices. All
-times are CPU time.
+times are CPU time; memory is without pages of the memory-mapped images.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ CONCURRENCY, BUFFER, SECONDS, STEPS = 1_000, 100, 300.0, 2
 DEVICES, DAYS = 1_000_000, 7
 COMPARED, WARM = 120, 40
 """Rounds that are compared, after as many as fill the releases to come."""
+ACCURACY, AT_A_TIME, SEEDS = 0.85, 20, (1, 2, 3)
 
 
 def main() -> None:
@@ -40,7 +40,11 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=DEVICES)
     parser.add_argument("--days", type=float, default=DAYS)
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--worth", action="store_true", help="virtual seconds to an accuracy")
     options = parser.parse_args()
+    if options.worth:
+        show_worth()
+        return
     if options.one:
         kind, devices, rounds = options.one
         print(json.dumps(measured(kind, int(devices), int(rounds))))
@@ -69,6 +73,47 @@ def main() -> None:
     Console().print(table)
 
 
+def show_worth() -> None:
+    """Show the virtual seconds after which digits are recognised as often as `ACCURACY`."""
+    table = Table(title=f"Virtual seconds to {ACCURACY:.0%} of digits, by seed")
+    for column in ("", *map(str, SEEDS)):
+        table.add_column(column, justify="right")
+    buffers = {
+        f"{AT_A_TIME} at a time, buffer {buffer}": {
+            "rounds": 800 // buffer + 20,
+            "cohort": {
+                "name": "buffered", "concurrency": AT_A_TIME, "buffer": buffer,
+                "participations": 1_000_000,
+            },
+        }
+        for buffer in (5, 10, 20)
+    }  # fmt: skip
+    synchronous = {"rounds": 40, "cohort": {"name": "fixed", "size": AT_A_TIME}}
+    for label, tree in {f"synchronous, {AT_A_TIME} a round": synchronous, **buffers}.items():
+        found = [seconds_to_accuracy(tree | {"seed": seed}) for seed in SEEDS]
+        table.add_row(label, *(f"{seconds:,.0f}" for seconds in found))
+    Console().print(table)
+
+
+def seconds_to_accuracy(tree: dict[str, Any]) -> float:
+    """Virtual seconds of a run until its model first has the accuracy; inf if it never has."""
+    import fedsim
+
+    common = {
+        "partition": {"clients": 100, "name": "dirichlet", "alpha": 0.5},
+        "client": {"steps": 5, "lr": 0.05},
+        "mechanism": {"name": "none", "weighting": "uniform"},
+        "devices": {"seconds-per-step": 36.0, "spread": 1.0},
+        "engine": {"device": "cpu", "workers": 1},
+    }
+    seconds = 0.0
+    for row in fedsim.run(fedsim.RunConfig.parse(common | tree)).metrics[1:]:
+        seconds += row["virtual-seconds"]
+        if row["test-accuracy"] >= ACCURACY:
+            return seconds
+    return math.inf
+
+
 def of_schedule(buffer: int) -> tuple[float, int]:
     """CPU seconds of a schedule of a million updates, and their number."""
     from fedsim.cohorts import BufferedCohort
@@ -94,18 +139,21 @@ def in_a_process(kind: str, devices: int, rounds: int) -> dict[str, float]:
 
 
 def measured(kind: str, devices: int, rounds: int) -> dict[str, float]:
-    """CPU milliseconds of a round (median), CPU seconds of all, and peak resident gigabytes."""
+    """CPU milliseconds of a round (median), CPU seconds of all, and gigabytes of memory."""
     import fedsim
     from fedsim.runs.callbacks import Callback, RunStatus
 
     class Clock(Callback):
-        """Records the CPU time used up to the end of each round."""
+        """Records the CPU time used up to the end of each round, and the most memory."""
 
         def __init__(self) -> None:
             self.noted: list[float] = []
+            self.gigabytes = 0.0
 
         def on_round(self, status: RunStatus) -> None:
             self.noted.append(time.process_time())
+            if status.round % 100 == 0:
+                self.gigabytes = max(self.gigabytes, anonymous_gigabytes())
 
     cohort, privacy = kind.split("-")
     clock = Clock()
@@ -116,8 +164,15 @@ def measured(kind: str, devices: int, rounds: int) -> dict[str, float]:
     return {
         "milliseconds": 1e3 * statistics.median(spent.tolist()),
         "total": time.process_time(),
-        "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "gigabytes": clock.gigabytes,
     }
+
+
+def anonymous_gigabytes() -> float:
+    """Resident memory of this process, without pages of files: the images are memory-mapped."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("RssAnon"))
+    return int(kilobytes) / 2**20
 
 
 def config_of(place: str, cohort: str, privacy: str, devices: int, rounds: int) -> Any:

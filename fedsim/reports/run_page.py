@@ -85,7 +85,7 @@ def run_page(record: RunRecord) -> str:
         clients=_clients(record),
         partition=_partition(record),
         machine=_machine(record),
-        times=_times(record),
+        times=[*_over_virtual_time(record), *_times(record)],
         changed=_changed(config),
         config=tomli_w.dumps(nested(config)),
     )
@@ -324,6 +324,28 @@ def _times(record: RunRecord) -> list[Lines]:
         )
         for title, unit, lines in _TIMES
         if all(record.curve(column)[1] for column, _ in lines)
+    ]
+
+
+def _over_virtual_time(record: RunRecord) -> list[Lines]:
+    """Chart of the model's quality over the clock of simulated devices, if they take time."""
+    rounds, seconds = record.curve("virtual-seconds")
+    column = next((name for name in ("test-accuracy", "test-loss") if record.curve(name)[1]), None)
+    if not rounds or column is None:
+        return []
+    clock = {0.0: 0.0} | dict(zip(rounds, np.cumsum(seconds).tolist(), strict=True))
+    numbers, values = record.curve(column)
+    points = [(clock[n], value) for n, value in zip(numbers, values, strict=True) if n in clock]
+    name = column.removeprefix("test-")
+    line = Line(name, [time for time, _ in points], [value for _, value in points])
+    return [
+        Lines(
+            f"Test {name} over the devices' time",
+            "virtual seconds",
+            name,
+            [line],
+            percent=name == "accuracy",
+        )
     ]
 
 

@@ -526,6 +526,8 @@ def test_a_run_is_killed_in_any_round_and_resumed_to_the_same_bytes(tmp_path: Pa
         assert (out / "model.safetensors").read_bytes() == model
     times = [row["virtual-seconds"] for row in whole.metrics[1:]]
     assert len(times) == 12
+    page = (tmp_path / "whole" / "report.html").read_text()
+    assert "Test accuracy over the devices&#39; time" in page
     assert min(times) >= 0 < max(times)
 
 
