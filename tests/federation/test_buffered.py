@@ -40,6 +40,7 @@ from fedsim.mechanisms import (
 )
 from fedsim.privacy import Independent, Ledger, epsilon
 from fedsim.privacy.laws.base import Participation
+from fedsim.privacy.losses import gaussian_epsilon
 from fedsim.privacy.noise.banded import Banded
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
@@ -598,3 +599,13 @@ def test_an_audit_examines_the_schedule_and_attacks_a_buffer() -> None:
     assert releases_of_clients(schedule).p_value == 1
     often = replace(schedule, client_ids=np.zeros_like(schedule.client_ids))
     assert releases_of_clients(often).p_value == 0
+
+
+def test_a_release_that_is_drawn_again_costs_one_more(tmp_path: Path) -> None:
+    config = RUN.replace(**{"noise.entropy": "system"})
+    with killed_in(5):
+        fedsim.run(config, out=tmp_path / "out")
+    resumed = fedsim.run(config, out=tmp_path / "out", resume=True)
+    # Releases 4 and 5 were made after the checkpoint of release 3: with three planned ones, five.
+    expected = gaussian_epsilon(np.sqrt(5) / 1.5, 1e-5)
+    assert resumed.privacy.epsilon == pytest.approx(expected, rel=1e-6)
