@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks.example_privacy import BATCH as EXPECTED
 from benchmarks.example_privacy import EXAMPLES as OF_ONE
 from benchmarks.example_privacy import examples, model_of
-from benchmarks.jobs import BATCH, EXAMPLES, JOBS, LR, data_of, trainer_of
+from benchmarks.jobs import BATCH, EXAMPLES, JOBS, LR, data_of, make_trainer
 from benchmarks.turns import in_turns, ratio
 from fedsim.clients import SGD, AdadpLR, AdadpNoise
 from fedsim.federation.engines.process import use_one_thread
@@ -37,7 +37,7 @@ def compare_adaptive(clients: int = 25, pairs: int = 15) -> dict[str, Any]:
     """CPU milliseconds per gradient evaluation of each, and their ratio."""
     data = data_of(clients)
     sides = {
-        name: partial(_round, trainer_of(JOBS["mlp"], data, algorithm=algorithm), clients)
+        name: partial(_round, make_trainer(JOBS["mlp"], data, algorithm=algorithm), clients)
         for name, algorithm in (
             ("sgd ms", SGD(lr=LR)),
             ("adadp ms", AdadpLR(lr=LR, keep="half", eta_max=10 * LR)),

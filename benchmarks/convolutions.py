@@ -35,7 +35,7 @@ from fedsim.federation.engines.process import use_one_thread
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 from fedsim.training.graphs import StepGraphs
-from fedsim.training.side_effects import exact
+from fedsim.training.side_effects import reproducible_arithmetic
 
 CLIENTS, BATCH, LR, TOL = 5, 10, 0.05, 0.1
 AIM = 0.65
@@ -146,7 +146,7 @@ def measure(device: str, pairs: int) -> dict[str, list[float]]:
     chosen = variants(device)
     sides = {variant.name: partial(finished, variant, device) for variant in chosen}
     clock = time.process_time if device == "cpu" else time.perf_counter
-    with exact(torch.device(device)):
+    with reproducible_arithmetic(torch.device(device)):
         in_turns(sides, 1, clock=clock)  # a warm-up, in which steps are captured
         seconds = in_turns(sides, pairs, first=2, clock=clock)
     for variant in chosen:

@@ -55,7 +55,7 @@ def data_of(
     return ClientData(x, y, [order[i % len(order)] for i in range(clients)])
 
 
-def trainer_of(
+def make_trainer(
     job: Job,
     data: ClientData,
     *,

@@ -28,7 +28,17 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.adaptive import compare_adaptive
-from benchmarks.jobs import BATCH, CLASSES, EXAMPLES, FEATURES, JOBS, SEED, Job, data_of, trainer_of
+from benchmarks.jobs import (
+    BATCH,
+    CLASSES,
+    EXAMPLES,
+    FEATURES,
+    JOBS,
+    SEED,
+    Job,
+    data_of,
+    make_trainer,
+)
 from benchmarks.memory import measured_peak
 from benchmarks.plain import plain_rounds
 from benchmarks.turns import Side, in_turns, ratio
@@ -59,7 +69,7 @@ def fedsim_rounds(
     kernel: KernelName = "auto",
 ) -> Iterator[Tensor]:
     """Run DPFedAvg on a LocalGrid; yields the parameters after each round."""
-    trainer = trainer_of(job, data, dtype=dtype, kernel=kernel)
+    trainer = make_trainer(job, data, dtype=dtype, kernel=kernel)
     strategy = DPFedAvg(
         mechanism=Clipping(clip_norm),
         cohort=cohort,

@@ -25,7 +25,7 @@ def measured_peak(job: str, cohort: int) -> float:
 
 def peak(name: str, cohort: int) -> float:
     """As `measured_peak`, but in this process; call it once per process."""
-    from benchmarks.jobs import JOBS, data_of, trainer_of
+    from benchmarks.jobs import JOBS, data_of, make_trainer
     from fedsim.cohorts import FixedCohort
     from fedsim.federation.engines.process import use_one_thread
     from fedsim.mechanisms import Clipping, NoiseSource, Releaser
@@ -35,7 +35,7 @@ def peak(name: str, cohort: int) -> float:
     from fedsim.rows import DenseRows
 
     use_one_thread()
-    trainer = trainer_of(JOBS[name], data_of(10_000, distinct=1000))
+    trainer = make_trainer(JOBS[name], data_of(10_000, distinct=1000))
     vector, randomness = trainer.initial(), Randomness(2)
     draws = Draws(randomness, level="client", amplified=True)
 

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.jobs import JOBS, SEED, data_of, trainer_of
+from benchmarks.jobs import JOBS, SEED, data_of, make_trainer
 from fedsim.clients import SGD
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record
@@ -43,7 +43,7 @@ SPEED_UP = 1.7
 def trainers() -> Iterator[tuple[str, Trainer, int]]:
     """Name, trainer and cohort size of each job."""
     for job in JOBS.values():
-        yield f"{job.name}, cohort {job.cohort}", trainer_of(job, data_of(POPULATION)), job.cohort
+        yield f"{job.name}, cohort {job.cohort}", make_trainer(job, data_of(POPULATION)), job.cohort
     random = np.random.default_rng(SEED)
     x = torch.from_numpy(random.normal(size=(1200, 3, 32, 32)).astype(np.float32))
     parts = list(np.arange(1200).reshape(20, 60))

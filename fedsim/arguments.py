@@ -94,7 +94,7 @@ def expected(annotation: Any) -> Expected:
         return expected(arguments[0])
     if origin is Literal:
         return Expected(
-            one_of(arguments),
+            quoted_alternatives(arguments),
             lambda value: isinstance(value, str | int) and value in arguments,
         )
     if origin in (typing.Union, UnionType):
@@ -282,16 +282,16 @@ def require(name: str, value: Any, allowed: Expected) -> None:
         words = allowed.words
         if isinstance(value, type) and value.__module__ != "builtins":
             words += f", such as {value.__name__}(...) makes"
-        raise FedsimError(f"{name} is {shown(value)}; it must be {words}.")
+        raise FedsimError(f"{name} is {as_text(value)}; it must be {words}.")
 
 
-def one_of(words: tuple[Any, ...]) -> str:
+def quoted_alternatives(words: tuple[Any, ...]) -> str:
     """The words quoted and joined for a sentence: ``'a', 'b' or 'c'``."""
     *others, last = [f"'{word}'" for word in words]
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as a message shows it, shortened if it is long."""
     if isinstance(value, bool):
         return "true" if value else "false"

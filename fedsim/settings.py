@@ -36,7 +36,7 @@ from annotated_types import Le as Le
 from annotated_types import Lt as Lt
 from typing_extensions import Doc as Doc
 
-from fedsim.arguments import Expected, expected, one_of, resolved, shown
+from fedsim.arguments import Expected, as_text, expected, quoted_alternatives, resolved
 from fedsim.errors import FedsimError
 
 REQUIRED = dataclasses.MISSING
@@ -260,7 +260,7 @@ class _Limit:
     def holds(self, value: float, limit: BaseMetadata) -> bool:
         return self.compare(value, getattr(limit, self.attribute))
 
-    def shown(self, limit: BaseMetadata) -> str:
+    def bound_text(self, limit: BaseMetadata) -> str:
         bound = getattr(limit, self.attribute)
         return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
@@ -287,7 +287,7 @@ def _broken_rules(rules: Iterable[Any], value: Any) -> list[Any]:
 def _in_words(rules: Iterable[Any]) -> str:
     words = [rule.words for rule in rules if isinstance(rule, Constraint)]
     limits = {
-        type(rule): _LIMITS[type(rule)].shown(rule) for rule in rules if type(rule) in _LIMITS
+        type(rule): _LIMITS[type(rule)].bound_text(rule) for rule in rules if type(rule) in _LIMITS
     }
     if limits.keys() == {Ge, Le}:
         words.append(f"between {limits[Ge]} and {limits[Le]}")
@@ -331,7 +331,7 @@ def check_settings(subject: Any, prefix: str = "") -> None:
             continue
         else:
             words = of_type.words
-        raise FedsimError(f"{prefix}{setting.key} is {shown(value)}; it must be {words}.")
+        raise FedsimError(f"{prefix}{setting.key} is {as_text(value)}; it must be {words}.")
 
 
 @cache
@@ -347,7 +347,7 @@ def _checks(kind: type) -> tuple[tuple[Setting, Expected, tuple[Any, ...]], ...]
 def allowed(setting: Setting) -> str:
     """Allowed values of a setting, in words; empty if every value of its type is allowed."""
     if setting.choices:
-        return one_of(setting.choices)
+        return quoted_alternatives(setting.choices)
     return _in_words(setting.metadata)
 
 
@@ -372,10 +372,10 @@ def read_setting(setting: Setting, value: Any, key: str) -> Any:
     try:
         return setting.read(value)
     except NotAllowedError as error:
-        raise FedsimError(f"{key} = {shown(value)}; it must be {error}.") from None
+        raise FedsimError(f"{key} = {as_text(value)}; it must be {error}.") from None
     except FedsimError as error:
         words = str(error)
-        raise FedsimError(words if key in words else f"{key} = {shown(value)}: {words}") from None
+        raise FedsimError(words if key in words else f"{key} = {as_text(value)}: {words}") from None
 
 
 def read_settings(

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from matplotlib.figure import Figure
 
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.config import Scalar
 from fedsim.errors import FedsimError
 from fedsim.settings import REQUIRED, Constraint, Ge, Setting, read_setting, settings_of
@@ -91,7 +91,7 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
     if container is list or container is dict or is_dataclass(kind):
         expected, words = (list, "a list") if container is list else (dict, "a table")
         if not isinstance(value, expected):
-            raise FedsimError(f"{key} = {shown(value)}; it must be {words}.")
+            raise FedsimError(f"{key} = {as_text(value)}; it must be {words}.")
     if container is list:
         one = replace(setting, type=of[0], metadata=())
         value = [_read(one, inner, f"{key}[{k}]") for k, inner in enumerate(value)]

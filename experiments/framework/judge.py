@@ -23,7 +23,7 @@ from experiments.framework.base import (
 )
 from experiments.framework.run import Stored, directories, gathered, load, read_toml
 from fedsim import regular_files
-from fedsim.arguments import one_of
+from fedsim.arguments import quoted_alternatives
 from fedsim.reports.plots import save
 from fedsim.settings import Constraint
 
@@ -46,7 +46,7 @@ _PLACE = re.compile(r"\{(.+?)(?::([^:{}]+))?\}")
 
 
 def _word(words: Collection[str]) -> Constraint:
-    return Constraint(words.__contains__, one_of(tuple(words)))
+    return Constraint(words.__contains__, quoted_alternatives(tuple(words)))
 
 
 @dataclass(frozen=True)

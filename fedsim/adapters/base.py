@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsim.arguments import check_arguments, shown
+from fedsim.arguments import as_text, check_arguments
 from fedsim.errors import FedsimError
 from fedsim.registry import register
 from fedsim.settings import check_settings
@@ -106,7 +106,7 @@ def adapted(
         If the adapter does not fit the model, or adapts a layer of the parameters in ``trainable``.
     """
     if not isinstance(adapter, Adapter):
-        raise FedsimError(f"adapter is {shown(adapter)}; it must be a fedsim.adapters.Adapter.")
+        raise FedsimError(f"adapter is {as_text(adapter)}; it must be a fedsim.adapters.Adapter.")
     # Imported here so that reading settings does not load torch.
     from fedsim.models import matching, refuse_unusable_parameters
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fedsim.audit import noise_checks as noise
 from fedsim.audit import sampling_checks as sampling
-from fedsim.audit.findings import checks_of
+from fedsim.audit.findings import make_checks
 
-NOISE = checks_of(
+NOISE = make_checks(
     "noise",
     ("size in each round", noise.round_sizes, "noise of another size"),
     ("size in each layer", noise.layer_sizes, "another size in a layer"),
@@ -32,25 +32,25 @@ NOISE = checks_of(
     ("size against the cohort's", noise.against_sizes, "noise depends on who was sampled"),
 )
 DRAWS = (
-    *checks_of("sampler", ("sampled ids", sampling.ids, "sampling with replacement")),
-    *checks_of(
+    *make_checks("sampler", ("sampled ids", sampling.ids, "sampling with replacement")),
+    *make_checks(
         "sampler",
         ("charged rate", sampling.charged_rate, "more is sampled than charged"),
         fits=lambda sampled: sampled.client_rates,
     ),
-    *checks_of(
+    *make_checks(
         "sampler",
         ("sizes", sampling.sizes, "another sampler, or rate"),
         fits=lambda sampled: sampled.has_law,
     ),
-    *checks_of(
+    *make_checks(
         "sampler",
         ("inclusion frequencies", sampling.frequencies, "some are sampled more often"),
         ("pairs sampled together", sampling.together, "rows are not drawn independently"),
         ("overlap of rounds", sampling.overlaps, "a draw is used again"),
         fits=lambda sampled: sampled.is_random,
     ),
-    *checks_of(
+    *make_checks(
         "sampler",
         ("spread of sizes", sampling.spread, "cohorts of a fixed size, announced as Poisson"),
         ("rounds after being sampled", sampling.succession, "rounds are not drawn independently"),
@@ -58,7 +58,7 @@ DRAWS = (
         fits=lambda sampled: sampled.equal_rates,
     ),
 )
-DECLARED_LAW = checks_of(
+DECLARED_LAW = make_checks(
     "sampler",
     (
         "declared inclusion probabilities",

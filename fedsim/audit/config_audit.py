@@ -173,7 +173,7 @@ def audit_config(
         claim = PlanClaim(
             attacked_plan(resolved.plan, rounds, config.noise.delta), config.noise.delta
         )
-        target = strategy_target(lambda f: user_checks.strategy_of(claim.plan, f.seed))
+        target = strategy_target(lambda f: user_checks.make_strategy(claim.plan, f.seed))
         verdict = audit_target(
             target,
             claim,

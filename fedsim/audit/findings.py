@@ -87,7 +87,7 @@ class Check:
         return replace(self.test(*sample), part=self.part, name=self.name, cause=self.cause)
 
 
-def checks_of(
+def make_checks(
     part: Part,
     *rows: tuple[str, Callable[..., Finding], str],
     fits: Callable[..., bool] = Check.fits,

@@ -20,7 +20,7 @@ from fedsim.audit.adapters.flower import strategy_target
 from fedsim.audit.catalogue import DECLARED_LAW
 from fedsim.audit.catalogue import NOISE as ALL_NOISE
 from fedsim.audit.federation import SyntheticFederation, TargetRelease
-from fedsim.audit.findings import Finding, SampleChecks, checks_of, invariant
+from fedsim.audit.findings import Finding, SampleChecks, invariant, make_checks
 from fedsim.audit.noise_checks import NoiseSample, against_sizes
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.base import Gradient, Step
@@ -180,7 +180,7 @@ def noise_of(plan: ReleasePlan[Any], seed: int) -> NoiseSample:
     runs = []
     for run in range(NOISE_RUNS):
         federation = silent_federation(plain, rounds, seed + run, NOISE_SHAPES)
-        target = strategy_target(lambda f: strategy_of(plain, f.seed))
+        target = strategy_target(lambda f: make_strategy(plain, f.seed))
         models = TargetRelease.from_result(target(federation), federation).models
         moves = np.diff(models, axis=0, prepend=0.0) / unit
         noise = plan.noise
@@ -203,7 +203,7 @@ def silent_federation(
     return SyntheticFederation(np.zeros((n, d)), np.ones(n), rounds, seed, shapes=shapes)
 
 
-def strategy_of(plan: ReleasePlan[Any], seed: int) -> DPFedAvg:
+def make_strategy(plan: ReleasePlan[Any], seed: int) -> DPFedAvg:
     """A strategy of this plan that adds the released mean to the model.
 
     The devices of a buffered cohort take made-up times.
@@ -311,7 +311,7 @@ def releases_of_clients(schedule: ReleaseSchedule) -> Finding:
 def ledger_lines(plan: ReleasePlan[Any], seed: int) -> Finding:
     """Whether each round has one line in the ledger, which charges what the plan says."""
     rounds = min(plan.rounds or LEDGER_ROUNDS, LEDGER_ROUNDS)
-    strategy = strategy_of(plan, seed)
+    strategy = make_strategy(plan, seed)
     strategy_target(lambda _: strategy)(silent_federation(plan, rounds, seed))
     entries = strategy.ledger.entries
     lines = {entry.round: entry.event for entry in entries}
@@ -326,13 +326,15 @@ def ledger_lines(plan: ReleasePlan[Any], seed: int) -> Finding:
 
 # Cohort sizes are not known here.
 NOISE = tuple(check for check in ALL_NOISE if check.test is not against_sizes)
-BOUND = checks_of("bound", ("what hostile rows add", bounded_rows, "rows longer than C pass"))
-ROWS = checks_of(
+BOUND = make_checks("bound", ("what hostile rows add", bounded_rows, "rows longer than C pass"))
+ROWS = make_checks(
     "bound",
     ("what one example moves in the model itself", own_examples, "gradients are not per example"),
 )
-SCHEDULE = checks_of(
+SCHEDULE = make_checks(
     "sampler",
     ("releases of each client", releases_of_clients, "clients are in more releases than charged"),
 )
-LEDGER = checks_of("ledger", ("a line for every release", ledger_lines, "a release is not charged"))
+LEDGER = make_checks(
+    "ledger", ("a line for every release", ledger_lines, "a release is not charged")
+)

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim import registry
-from fedsim.arguments import one_of
+from fedsim.arguments import quoted_alternatives
 from fedsim.cli.console import Command, ConfigFile, Group, Output, Overrides
 from fedsim.config import RunConfig
 from fedsim.config.describe import (
@@ -123,7 +123,7 @@ def _unknown(key: str, every: list[Key]) -> FedsimError:
         matches = [f"{t}.{name}" for t, name in elsewhere if f"{t}.{name}" in known]
         matches += ["task.metrics"] * (word in {*registry.names("metric"), *NAMES["metric"]})
     matches = list(dict.fromkeys(matches)) or difflib.get_close_matches(plain, sorted(known), n=1)
-    hint = f" did you mean {one_of(tuple(matches[:8]))}?" if matches else ""
+    hint = f" did you mean {quoted_alternatives(tuple(matches[:8]))}?" if matches else ""
     return FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
 
 

@@ -19,10 +19,10 @@ from fedsim.cli.console import Output, Overrides, panel_option
 from fedsim.cli.noises import show_noises
 from fedsim.cli.privacy_question import (
     Source,
-    along,
-    one_of,
     parse_axis,
     read_source,
+    require_choice,
+    with_axis_value,
     with_plan,
     with_sampling,
 )
@@ -132,7 +132,7 @@ def privacy(
     contents = read_source(source, set_ or [], delta)
     question = contents.question
     if source is None:
-        row = one_of("--level", level or "client", "client", "example")
+        row = require_choice("--level", level or "client", "client", "example")
         question = replace(question, level=row)
     elif level not in (None, question.level):
         raise FedsimError(f"--level is {level!r}, and {source} is about {question.level} level.")
@@ -160,7 +160,7 @@ def privacy(
     console = Output()
     if over is not None:
         key, values = parse_axis(over)
-        answers = [along(question, key, value).answer() for value in values]
+        answers = [with_axis_value(question, key, value).answer() for value in values]
         console.print(_over_table(question, key, answers))
         largest = max((answer.question for answer in answers), key=attrgetter("delta"))
         _print_warning(console, contents.large_delta(largest))

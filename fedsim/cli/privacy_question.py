@@ -217,10 +217,10 @@ def with_sampling(question: Question, sampling: str | None, options: dict[str, A
     """
     law, set_options = question.law, {name: v for name, v in options.items() if v is not None}
     if "adjacency" in set_options:
-        one_of("--adjacency", set_options["adjacency"], *get_args(Adjacency))
+        require_choice("--adjacency", set_options["adjacency"], *get_args(Adjacency))
     if sampling is None and not set_options.keys() & {"rate", "size"}:
         return replace(question, law=replace(law, **set_options))
-    kind = law_named(one_of("--sampling", sampling or "poisson", *simple_laws()))
+    kind = law_named(require_choice("--sampling", sampling or "poisson", *simple_laws()))
     inherited = ["population", "adjacency"] if type(law) is kind else ["population"]
     set_options = {name: getattr(law, name) for name in inherited} | set_options
     # At example level the number of examples is public, so neighbours are zero-out.
@@ -253,7 +253,7 @@ def with_plan(question: Question, changes: dict[str, Any]) -> Question:
     return replace(question, **set_options)
 
 
-def one_of(option: str, value: str, *allowed: str) -> Any:
+def require_choice(option: str, value: str, *allowed: str) -> Any:
     """Return ``value``, or raise FedsimError if it is not allowed."""
     if value not in allowed:
         hint = closest("", value, allowed)
@@ -274,7 +274,7 @@ _AXES: dict[str, type] = {
 def parse_axis(text: str) -> tuple[str, list[int | float]]:
     """Parse ``--over``: the field of a question, and its values."""
     key, _, values = text.partition("=")
-    key = one_of("--over", key.strip(), *_AXES)
+    key = require_choice("--over", key.strip(), *_AXES)
     try:
         parsed = [_AXES[key](value) for value in values.split(",")]
     except ValueError:
@@ -284,7 +284,7 @@ def parse_axis(text: str) -> tuple[str, list[int | float]]:
     return key.replace("-", "_"), parsed
 
 
-def along(question: Question, key: str, value: float) -> Question:
+def with_axis_value(question: Question, key: str, value: float) -> Question:
     """The question with another value on an axis of ``--over``."""
     if key == "rate":
         return with_sampling(question, None, {key: value})

@@ -143,10 +143,10 @@ def _run(console: Console, grid: Sequence[SweepRun], where: Path) -> Mapping[str
 
 def _table(grid: Sequence[SweepRun], settings: Sequence[SeedGroup], measure: Measure) -> Table:
     """One row per setting, the best one in bold; means if there are several seeds."""
-    from fedsim.reports.sweep import best_of
+    from fedsim.reports.sweep import best_setting
     from fedsim.runs.metrics import LAST_EVALUATIONS, recent_mean
 
-    best, name = best_of(settings, measure), measure.name
+    best, name = best_setting(settings, measure), measure.name
     single = all(len(setting.records) == 1 for setting in settings)
     # Marks that all rows share go into the heading, so that rows fit into 80 columns.
     marks = {setting.marks for setting in settings}
@@ -182,9 +182,9 @@ def _spread(setting: SeedGroup, column: str, name: str, *, recent: bool = False)
 
 
 def _print_best(console: Console, settings: Sequence[SeedGroup], measure: Measure) -> None:
-    from fedsim.reports.sweep import best_of
+    from fedsim.reports.sweep import best_setting
 
-    best, column = best_of(settings, measure), f"validation-{measure.name}"
+    best, column = best_setting(settings, measure), f"validation-{measure.name}"
     if best is not None and len(settings) > 1:
         reached = _spread(best, column, measure.name, recent=True)
         console.print(f"Best by {column}, {reached}: {best.label}.{_doubt(best, settings, column)}")

@@ -19,7 +19,7 @@ import tomli_w
 
 from fedsim import regular_files
 from fedsim.allowed_code import allow
-from fedsim.arguments import check_arguments, expected, require, shown
+from fedsim.arguments import as_text, check_arguments, expected, require
 from fedsim.config.devices import DevicesSection
 from fedsim.config.implied import drop_implied, implied_values
 from fedsim.config.privacy_sections import (
@@ -131,7 +131,7 @@ class RunConfig(ConfigTable):
         for key, allowed in chain(*(table.refusals(self) for table in tables)):
             value = attrgetter(key.replace("-", "_"))(self)
             value = "" if value is None else value
-            raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
+            raise FedsimError(f"{key} = {as_text(value)}; it must be {allowed}.")
         for table in tables:
             table.check(self)
 
@@ -292,7 +292,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
 def _parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
     if isinstance(texts, Mapping):
         raise FedsimError(
-            f"overrides is {shown(texts)}; it must be a list of strings such as 'client.lr=0.1': "
+            f"overrides is {as_text(texts)}; it must be a list of strings such as 'client.lr=0.1': "
             "replace(**{...}) of the config takes a mapping."
         )
     return dict(map(_parse_override, texts))
@@ -303,7 +303,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise FedsimError(
-            f"--set {shown(text)} is not of the form key=value, such as client.lr=0.1."
+            f"--set {as_text(text)} is not of the form key=value, such as client.lr=0.1."
         )
     return key.strip(), read_value(value)
 
@@ -313,7 +313,9 @@ def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
     for table in tables:
         tree = tree.setdefault(table, {})
         if not isinstance(tree, dict):
-            raise FedsimError(f"{shown(dotted)} cannot be set: '{table}' is a value, not a table.")
+            raise FedsimError(
+                f"{as_text(dotted)} cannot be set: '{table}' is a value, not a table."
+            )
     tree[key] = value
 
 

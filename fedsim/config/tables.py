@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from fedsim import registry
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.config.values import Scalar, read_options
 from fedsim.errors import FedsimError
 from fedsim.keywords import accepted, arguments_of
@@ -153,8 +153,8 @@ class ConfigTable:
             if value != setting.default and not needed_value:
                 needed = {"False": "= true", "0": "is above 0"}.get(str(needed_value), "is set")
                 raise FedsimError(
-                    f"{self.key(setting.key)} = {shown(value)}; it must be "
-                    f"{shown(setting.default) if setting.default else 'unset'} unless "
+                    f"{self.key(setting.key)} = {as_text(value)}; it must be "
+                    f"{as_text(setting.default) if setting.default else 'unset'} unless "
                     f"{self.key(needed_key)} {needed}."
                 )
 
@@ -164,7 +164,7 @@ class ConfigTable:
         top = "The top level" if hint else "the top level"
         where = f"[{cls.table}]" if cls.table else top
         return FedsimError(
-            f"unknown key {shown(cls.key(key))};{hint} {where} takes {', '.join(keys)}."
+            f"unknown key {as_text(cls.key(key))};{hint} {where} takes {', '.join(keys)}."
         )
 
 
@@ -335,7 +335,7 @@ class ObjectTable(ConfigTable):
         if isinstance(options, str):
             options = read_options(options, key)
         if not isinstance(options, Mapping):
-            raise FedsimError(f"{key} = {shown(options)}; it must be a table.")
+            raise FedsimError(f"{key} = {as_text(options)}; it must be a table.")
         require_names(options, key)
         settings = self.declared_settings(name)
         common = {setting.key for setting in settings_of(type(self))}
@@ -363,7 +363,7 @@ class ObjectTable(ConfigTable):
         selection = f"{cls.table}.{cls.selector} = '{name}'"
         if names := cls.names_with_key(key):
             return FedsimError(
-                f"{cls.key(key)} = {shown(value)} has no effect with {selection}; it belongs to "
+                f"{cls.key(key)} = {as_text(value)} has no effect with {selection}; it belongs to "
                 f"{', '.join(names)}. Leave it out, or unset it by --set {cls.key(key)}=."
                 f"{cls.wrong_key_hint}"
             )
@@ -386,7 +386,7 @@ def require_names(tree: Mapping[Any, Any], key: str) -> None:
     for name in tree:
         if not isinstance(name, str):
             raise FedsimError(
-                f"{shown(name)} is a key of {key or 'the config'}; a key must be a string."
+                f"{as_text(name)} is a key of {key or 'the config'}; a key must be a string."
             )
 
 
@@ -434,7 +434,7 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
     if not isinstance(value, Mapping):
         example_key = f"{key}.{settings_of(setting.type)[0].key}"
         raise FedsimError(
-            f"{key} = {shown(value)}; it must be a table of settings such as {example_key}."
+            f"{key} = {as_text(value)}; it must be a table of settings such as {example_key}."
         )
     require_names(value, key)
     return setting.type(**value)
@@ -442,6 +442,8 @@ def _read(setting: Setting, value: Any, key: str) -> Any:
 
 def _check_option(key: str, value: Any) -> None:
     if not isinstance(value, bool | int | float | str):
-        raise FedsimError(f"{key} = {shown(value)}; it must be a number, a string, true or false.")
+        raise FedsimError(
+            f"{key} = {as_text(value)}; it must be a number, a string, true or false."
+        )
     if isinstance(value, float) and value - value != 0:  # NaN or infinite
-        raise FedsimError(f"{key} = {shown(value)}; it must be a finite number.")
+        raise FedsimError(f"{key} = {as_text(value)}; it must be a finite number.")

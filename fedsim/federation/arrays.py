@@ -16,7 +16,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from fedsim.arguments import check_arguments, shown
+from fedsim.arguments import as_text, check_arguments
 from fedsim.errors import FedsimError
 from fedsim.rows.layout import Layout
 
@@ -97,11 +97,11 @@ def array_record(arrays: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) ->
     try:
         named = dict(arrays)
     except (TypeError, ValueError):
-        raise FedsimError(f"arrays is {shown(arrays)}; it must map names to tensors.") from None
+        raise FedsimError(f"arrays is {as_text(arrays)}; it must map names to tensors.") from None
     record = ArrayRecord()
     for name, tensor in named.items():
         if not torch.is_tensor(tensor):
-            raise FedsimError(f"arrays has {shown(tensor)} for {name!r}; it must be a Tensor.")
+            raise FedsimError(f"arrays has {as_text(tensor)} for {name!r}; it must be a Tensor.")
         record[name] = LazyArray(tensor)
     return record
 

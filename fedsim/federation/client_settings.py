@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.array_types import Ints
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.cohorts import Cohort
@@ -192,7 +192,7 @@ class PrivateMetrics:
         check_settings(self)
         if not len(self.ranges) or not all(isinstance(entry, ValueRange) for entry in self.ranges):
             raise FedsimError(
-                f"ranges is {shown(self.ranges)}; it must be one ValueRange or more, such as "
+                f"ranges is {as_text(self.ranges)}; it must be one ValueRange or more, such as "
                 "[ValueRange('loss', 0.0, 5.0)]."
             )
         if len({entry.name for entry in self.ranges}) < len(self.ranges):

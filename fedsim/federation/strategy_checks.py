@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedsim.arguments import shown, unknown_argument_error
+from fedsim.arguments import as_text, unknown_argument_error
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.rows.layout import PREFIX, Layout
@@ -96,7 +96,7 @@ def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> 
     expected = {entry.name: entry for entry in layout.entries}
     if list(arrays) != list(expected):
         raise FedsimError(
-            f"initial_arrays has {shown(list(arrays))}; it must have the parameters that clients "
+            f"initial_arrays has {as_text(list(arrays))}; it must have the parameters that clients "
             f"train, in their order: {', '.join(expected)}."
         )
     for name, tensor in arrays.items():

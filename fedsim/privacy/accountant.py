@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedsim.arguments import check_arguments, expected, require, shown
+from fedsim.arguments import as_text, check_arguments, expected, require
 from fedsim.array_types import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Event, common_adjacency
@@ -259,7 +259,7 @@ class Accountant:
 def checked_event(event: Event) -> Event:
     """The event itself; anything else is refused."""
     if not isinstance(event, Event):
-        raise FedsimError(f"an event is {shown(event)}; it must be a fedsim.privacy.Event.")
+        raise FedsimError(f"an event is {as_text(event)}; it must be a fedsim.privacy.Event.")
     return event
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeVar
 
-from fedsim.arguments import check_arguments, shown
+from fedsim.arguments import as_text, check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.events import Event
@@ -336,7 +336,7 @@ class Answer:
 
 def _check_rounds(rounds: int) -> None:
     if not 1 <= rounds <= 10 * MAX_ROUNDS:
-        raise FedsimError(f"rounds is {shown(rounds)}; it must be from 1 to {10 * MAX_ROUNDS:,}.")
+        raise FedsimError(f"rounds is {as_text(rounds)}; it must be from 1 to {10 * MAX_ROUNDS:,}.")
 
 
 def _decreasing_root(

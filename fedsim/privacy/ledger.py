@@ -40,7 +40,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, NoReturn, Self
 
-from fedsim.arguments import check_arguments, expected, require, shown
+from fedsim.arguments import as_text, check_arguments, expected, require
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.accountant import Cost, check_delta
@@ -687,7 +687,7 @@ class Ledger:
             keys = dict.fromkeys([*header.split, *self._split])
             key = next(k for k in keys if header.split.get(k) != self._split.get(k))
             before, now = (
-                shown(split[key]) if key in split else "unset"
+                as_text(split[key]) if key in split else "unset"
                 for split in (header.split, self._split)
             )
             raise FedsimError(

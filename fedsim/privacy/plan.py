@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
@@ -199,7 +199,7 @@ class ReleasePlan(Generic[MechanismT]):
                 )
         if getattr(self.mechanism, "guarantee", None) not in ("gaussian", "none"):
             raise FedsimError(
-                f"mechanism is {shown(self.mechanism)}; it must be one of fedsim.mechanisms, or "
+                f"mechanism is {as_text(self.mechanism)}; it must be one of fedsim.mechanisms, or "
                 "have the attribute guarantee, 'gaussian' or 'none'."
             )
         check_settings(self)

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from fedsim.arguments import expected, shown
+from fedsim.arguments import as_text, expected
 from fedsim.errors import FedsimError
 from fedsim.settings import settings_of
 
@@ -60,7 +60,7 @@ def read_record(kind: type[Record], data: object, noun: str, **values: Any) -> R
     """
     settings = {s.key: s for s in settings_of(kind) if s.name not in values}
     if not isinstance(data, Mapping):
-        raise FedsimError(f"{noun} is {shown(data)}; it must be a table.")
+        raise FedsimError(f"{noun} is {as_text(data)}; it must be a table.")
     if data.keys() != settings.keys():
         raise FedsimError(f"{noun} has the fields {sorted(data)}; it must have {sorted(settings)}.")
     for key, setting in settings.items():
@@ -86,4 +86,4 @@ def _from_json(kind: Any, value: Any, name: str) -> Any:
         return {key: _from_json(inner[1], entry, f"{name} {key}") for key, entry in value.items()}
     if isinstance(kind, type) and is_dataclass(kind):
         return read_record(kind, value, name)
-    raise FedsimError(f"{name} is {shown(value)}; it must be {allowed.words}.")
+    raise FedsimError(f"{name} is {as_text(value)}; it must be {allowed.words}.")

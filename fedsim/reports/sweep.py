@@ -61,7 +61,7 @@ def format_point(point: Mapping[str, Scalar]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in point.items())
 
 
-def best_of(settings: Sequence[SeedGroup], measure: Measure) -> SeedGroup | None:
+def best_setting(settings: Sequence[SeedGroup], measure: Measure) -> SeedGroup | None:
     """The best setting on held-out examples, among those whose seeds all ended.
 
     None if no examples are held out: settings are never chosen by test examples. None also if the

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from flwr.app import ArrayRecord
 
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError, keep_user_frames
 from fedsim.federation.state_tree import Tree, split_tree
@@ -215,8 +215,8 @@ def _checked(answer: Any) -> str | bool | None:
         answer = answer.item()
     if not isinstance(answer, str | bool | None):
         raise FedsimError(
-            f"it returned {shown(answer)}; it must return True or a sentence to stop the run, and "
-            "None otherwise."
+            f"it returned {as_text(answer)}; it must return True or a sentence to stop the run, "
+            "and None otherwise."
         )
     return answer
 

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from fedsim import mechanisms, registry, tasks
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.clients import LocalAlgorithm, Proximal, RunFacts
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, plan
@@ -166,7 +166,7 @@ def server_optimizer(config: RunConfig) -> ServerOptimizer:
     return optimizer if schedule == CONSTANT else Scheduled(optimizer, schedule)
 
 
-def trainer_of(
+def make_trainer(
     config: RunConfig,
     model: nn.Module,
     data: ClientData,
@@ -224,7 +224,7 @@ def trainer_of(
         kernel="auto" if optional_kernel else client.kernel,
         block_size=client.block_size or _cohort_block(config, model, data, device),
         # With system entropy this is `Randomness(None)`: the public seed determines no draw.
-        randomness=Randomness(seed_of(config)),
+        randomness=Randomness(seed_or_none(config)),
         device=device,
         privacy=privacy,
         max_grad_norm=client.max_grad_norm,
@@ -251,7 +251,7 @@ def _cohort_block(
     return min(cohort_limit, max(1, data.population), most_rows(device, size))
 
 
-def seed_of(config: RunConfig) -> int | None:
+def seed_or_none(config: RunConfig) -> int | None:
     """Seed of a run's draws; None if they use the operating system's entropy."""
     return None if entropy(config) == "system" else config.seed
 
@@ -286,7 +286,7 @@ def example_privacy(config: RunConfig, data: RunData) -> ExamplePrivacy | None:
     if stops and not isinstance(plan.cohort(config), Full):
         key = "stop.metric" if config.stop.metric else "stop.callbacks"
         raise FedsimError(
-            f"cohort.name = {shown(config.cohort.name)}; it must be 'full' while clients protect "
+            f"cohort.name = {as_text(config.cohort.name)}; it must be 'full' while clients protect "
             f"their examples and what is released may end the run ({key}): a client is charged for "
             "all rounds before its first, and must know in how many it is."
         )

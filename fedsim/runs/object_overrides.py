@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedsim import datasets, models, partitions
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.config import RunConfig
 from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
@@ -79,7 +79,7 @@ class ObjectOverrides:
         missing = [f"{n}=" for n in objects_in(config.objects) if n not in self.names]
         if missing:
             raise FedsimError(
-                f"objects = {shown(config.objects)}: this config is of a run that was given "
+                f"objects = {as_text(config.objects)}: this config is of a run that was given "
                 f"{' and '.join(missing)} from Python, which its tables do not name; give the same "
                 "to fedsim.run, or set objects to the empty string (--set objects=) for another "
                 "run, from the tables alone."

@@ -26,7 +26,7 @@ from fedsim.privacy.manifest import signing_key
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.factories import most_expensive_client, private_metrics
 from fedsim.runs.loggers import loggers
-from fedsim.runs.resolve import Resolved, driver_charges_examples, ledger_of, strategy_of
+from fedsim.runs.resolve import Resolved, driver_charges_examples, make_strategy, open_ledger
 from fedsim.runs.round_rows import row_columns
 from fedsim.tasks import ExactSum, MeanOf, TopK
 from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy, is_fedsims_own
@@ -61,7 +61,7 @@ def check(resolved: Resolved) -> None:
         _check_state_dir(resolved.config.client.state_dir)
     if resolved.config.privacy.ledger and not resolved.config.engine.federation:
         _check_shared_ledgers(resolved)
-    strategy = strategy_of(resolved)
+    strategy = make_strategy(resolved)
     strategy.check(resolved.initial_arrays)
     if isinstance(strategy.server_optimizer, FlowerOptimizer):
         config = strategy.server_optimizer.client_config(resolved.trainer.initial(), ConfigRecord())
@@ -90,9 +90,9 @@ def _check_shared_ledgers(resolved: Resolved) -> None:
             f"privacy.ledger = '{path}', but {nearest} is not a writable directory; it must be in "
             "one."
         )
-    ledger_of(resolved, "client", None)
+    open_ledger(resolved, "client", None)
     if driver_charges_examples(resolved.config):
-        ledger_of(resolved, "example", None)
+        open_ledger(resolved, "example", None)
 
 
 def warnings(resolved: Resolved) -> list[str]:

@@ -29,7 +29,7 @@ from fedsim.process import usable_cores
 from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
-from fedsim.runs.factories import example_privacy, seed_of, state_dir, trainer_of
+from fedsim.runs.factories import example_privacy, make_trainer, seed_or_none, state_dir
 from fedsim.runs.model import initial_model, personal_parameters, shared_arrays, try_model
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.run_ledgers import ledger_paths
@@ -62,7 +62,7 @@ class Resolved:
     trainer : Trainer
         Trainer of all clients, with their data.
     trainer_for : callable
-        Makes such a trainer for other clients: `trainer_of` with the other arguments filled in.
+        Makes such a trainer for other clients: `make_trainer` with the other arguments filled in.
     release : str
         Digest of all that determines what the run releases.
     devices : Devices
@@ -138,7 +138,7 @@ def resolve(
     privacy = example_privacy(config, data)
     device = device_of(config)
     trainer_for = partial(
-        trainer_of, config, model, device=device, personal=personal, privacy=privacy
+        make_trainer, config, model, device=device, personal=personal, privacy=privacy
     )
     trainer = trainer_for(clients, test, state_dir=state_dir(config))
 
@@ -262,7 +262,7 @@ def driver_charges_examples(config: RunConfig) -> bool:
     return config.client.mechanism.name != "none" and config.engine.name != "deployment"
 
 
-def ledger_of(resolved: Resolved, level: Level, run: Path | None) -> Ledger:
+def open_ledger(resolved: Resolved, level: Level, run: Path | None) -> Ledger:
     """The ledger of a run in a directory, or in memory: the server's, or that of the examples."""
     config = resolved.config
     noise = config.noise if level == "client" else config.client.noise
@@ -281,7 +281,7 @@ def _charge(trainer: Trainer) -> ChargeExamples:
     return lambda client_ids, number, partly: trainer.charge(client_ids, number, partly=partly)
 
 
-def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
+def make_strategy(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
     """Make a run's strategy, which writes its releases to ``ledger``."""
     config = resolved.config
     client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
@@ -296,7 +296,7 @@ def strategy_of(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
         delta=config.noise.delta,
         max_epsilon=config.noise.max_epsilon,
         ledger=ledger,
-        seed=Randomness(seed_of(config), resolved.release),
+        seed=Randomness(seed_or_none(config), resolved.release),
         server_optimizer=server_optimizer or factories.server_optimizer(config),
         clients=ClientTraining(
             algorithm=factories.algorithm(config),

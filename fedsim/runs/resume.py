@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import may_stop, resolve_bands
 from fedsim.config.release_keys import keys_outside_release
@@ -82,14 +82,14 @@ def resumed_config(
         # The clients' state is in a directory of these names.
         if has_state and key in changed and start.get("client.state-dir"):
             raise FedsimError(
-                f"{key} = {shown(changed[key])}; it must be {shown(start[key])} as it was when the "
-                "run began: its clients' state is in client.state-dir under its name."
+                f"{key} = {as_text(changed[key])}; it must be {as_text(start[key])} as it was when "
+                "the run began: its clients' state is in client.state-dir under its name."
             )
     if has_state and resumed.engine.federation and "engine.federation" in changed:
         raise FedsimError(
-            f"engine.federation = {shown(resumed.engine.federation)}; it must be "
-            f"{shown(start['engine.federation'])} as it was when the run began: its clients' state "
-            "is not on those nodes."
+            f"engine.federation = {as_text(resumed.engine.federation)}; it must be "
+            f"{as_text(start['engine.federation'])} as it was when the run began: its clients' "
+            "state is not on those nodes."
         )
     return resumed
 
@@ -155,7 +155,7 @@ def resolved_settings(
 
 
 def _text(value: Scalar | None) -> str:
-    return "unset" if value is None else shown(value)
+    return "unset" if value is None else as_text(value)
 
 
 def refuse_other_run(directory: RunDirectory, resolved: Resolved) -> None:
@@ -179,7 +179,7 @@ def refuse_other_run(directory: RunDirectory, resolved: Resolved) -> None:
     for key, now in data_shape(resolved.data).items():
         if state.data[key] != now:
             raise FedsimError(
-                f"data.name = {shown(resolved.config.data.name)}: it has "
+                f"data.name = {as_text(resolved.config.data.name)}: it has "
                 f"{names.get(key, 'other numbers of examples for its clients')} than when the run "
                 f"in {directory.path} began; it must be resumed with the data that it began with."
             )

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
-from fedsim.arguments import check_arguments, shown
+from fedsim.arguments import as_text, check_arguments
 from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
@@ -221,8 +221,8 @@ def _callback_list(callbacks: Iterable[Callback] | Callback) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise FedsimError(
-                f"callbacks= has {shown(callback)}; each must be an object of a class that derives "
-                "from fedsim.Callback."
+                f"callbacks= has {as_text(callback)}; each must be an object of a class that "
+                "derives from fedsim.Callback."
             )
     return callbacks
 

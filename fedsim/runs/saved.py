@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsim import regular_files
-from fedsim.arguments import check_arguments, shown
+from fedsim.arguments import as_text, check_arguments
 from fedsim.array_types import Array
 from fedsim.config import RunConfig
 from fedsim.config.release_keys import path_keys
@@ -41,7 +41,7 @@ from fedsim.runs.data_split import (
     resolve_data,
 )
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.factories import trainer_of
+from fedsim.runs.factories import make_trainer
 from fedsim.runs.model import InferenceModel, examples_tensor, initial_model, personal_parameters
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
@@ -374,7 +374,9 @@ class SavedRun:
         columns = dataset.test.columns
         if column not in columns or column == UNUSABLE:
             known = ", ".join(name for name in columns if name != UNUSABLE) or "no column"
-            raise FedsimError(f"there is no column {shown(column)} in the test data, only {known}.")
+            raise FedsimError(
+                f"there is no column {as_text(column)} in the test data, only {known}."
+            )
         usable = ~columns.get(UNUSABLE, np.zeros(len(dataset.test), dtype=np.bool_))
         values = sorted({str(value) for value in columns[column][usable]})
         of_value = columns[column].astype(str)
@@ -395,7 +397,7 @@ class SavedRun:
 
     def _evaluated(self, examples: ClientData) -> list[dict[str, float]]:
         """Loss and metrics on the examples of each of these clients."""
-        trainer = trainer_of(self._config, self.trained, examples, device=device_of(self._config))
+        trainer = make_trainer(self._config, self.trained, examples, device=device_of(self._config))
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         return evaluated(trainer, trainer.layout.flatten(values), self.config.rounds)
 

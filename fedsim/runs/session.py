@@ -33,8 +33,8 @@ from fedsim.runs.resolve import (
     CentralEvaluation,
     Resolved,
     driver_charges_examples,
-    ledger_of,
-    strategy_of,
+    make_strategy,
+    open_ledger,
 )
 from fedsim.runs.round_rows import RoundRows
 from fedsim.runs.run_ledgers import RunLedgers, RunOutcome, node_ledgers
@@ -86,9 +86,9 @@ class Session:
         run, out = (secrets.token_hex(16), None)
         if directory is not None:
             run, out = directory.run, directory.path
-        self.strategy = strategy_of(resolved, ledger_of(resolved, "client", out))
+        self.strategy = make_strategy(resolved, open_ledger(resolved, "client", out))
         if driver_charges_examples(config):
-            resolved.trainer.record_in(ledger_of(resolved, "example", out))
+            resolved.trainer.record_in(open_ledger(resolved, "example", out))
         self.evaluation, self._uncovered = CentralEvaluation(resolved), resolved.uncovered
         self._arrays = resolved.initial_arrays
         self._rows: list[Row] = []

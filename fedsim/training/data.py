@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.errors import FedsimError
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import IGNORED
@@ -172,7 +172,7 @@ def _require_positions(parts: Sequence[object], first: int) -> None:
             and (part.dtype.kind in "iu" or not len(part))
         ):
             raise FedsimError(
-                f"indices has {shown(part)} for client {client}; it must be an array [n] of "
+                f"indices has {as_text(part)} for client {client}; it must be an array [n] of "
                 "whole numbers, the positions of the client's examples."
             )
 

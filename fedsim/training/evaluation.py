@@ -29,7 +29,7 @@ from fedsim.training.paths.choice import Path, TrainedModel
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
-from fedsim.training.side_effects import EVALUATION, Seeds, exact, seeded
+from fedsim.training.side_effects import EVALUATION, Seeds, reproducible_arithmetic, seeded
 from fedsim.training.steps import Stepper
 from fedsim.training.structure.reading import Reading, read
 
@@ -255,7 +255,7 @@ def evaluate_clients(
             outputs = path.outputs(points, x)
         return x, outputs, data.targets(all_indices[call], theta.dtype)
 
-    with exact(data.x.device), thread_pool(len(paths)) as pool:
+    with reproducible_arithmetic(data.x.device), thread_pool(len(paths)) as pool:
         while start < len(padded):
             chunks_left = len(padded) - start
             # Calls of one size for all threads; what fits into one call is not split.

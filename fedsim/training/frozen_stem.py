@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedsim.rows.packing import channels_last, takes_channels_last
 from fedsim.training.data import ClientData
-from fedsim.training.side_effects import exact
+from fedsim.training.side_effects import reproducible_arithmetic
 from fedsim.training.structure.tables import BY_EXAMPLE, is_torchs_own
 
 MAX_BYTES = 2**30
@@ -63,7 +63,7 @@ def split_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, Cl
     if not any(True for _ in stem.parameters()) or not len(examples):
         return model, data
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-    with torch.no_grad(), exact(data.x.device):
+    with torch.no_grad(), reproducible_arithmetic(data.x.device):
         cached = _cached_outputs(stem.to(data.x.device), data, examples, dtype)
     if cached is None:
         return model, data

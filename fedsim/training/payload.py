@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fedsim.arguments import shown
+from fedsim.arguments import as_text
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.rows.layout import Layout, Width, vectors_in, with_vectors
@@ -60,7 +60,7 @@ class Personal:
         known_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         if unknown := [name for name in names if name not in known_names]:
             raise FedsimError(
-                f"personal has {shown(unknown[0])}; it must have names of the model's parameters."
+                f"personal has {as_text(unknown[0])}; it must have names of the model's parameters."
             )
         trained = {
             n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()

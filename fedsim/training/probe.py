@@ -30,7 +30,7 @@ from fedsim.training.paths.examples import (
     is_recurrent,
 )
 from fedsim.training.paths.factored import Hooked, ProgramMethod, owned_by_layers, product_layers
-from fedsim.training.side_effects import exact, seeded
+from fedsim.training.side_effects import reproducible_arithmetic, seeded
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Probe:
         x = self.trained.data.x
         if not len(x):
             return methods[0]  # no client has an example whose gradient could be taken
-        with exact(x.device):
+        with reproducible_arithmetic(x.device):
             state = OwnState(self.trained.model, self.trained.loss, self.trained.packing.slices)
             with state.restored():
                 batch, other_batch = self._made_up_batches()

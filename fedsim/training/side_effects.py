@@ -10,8 +10,8 @@ one client's data into another's update, or one example's into another's gradien
 where it shows (`hidden_draws`), and restored between protected examples
 (`fedsim.training.own_state`).
 
-A GPU's arithmetic depends on settings of the process too: `exact` sets them around every call whose
-bits matter.
+A GPU's arithmetic depends on settings of the process too: `reproducible_arithmetic` sets them
+around every call whose bits matter.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def exact(device: torch.device) -> Iterator[None]:
+def reproducible_arithmetic(device: torch.device) -> Iterator[None]:
     """Full precision and the same bits every time, if ``device`` is a GPU.
 
     By default a GPU rounds the factors of a convolution's products to ten bits (TF32), and may sum

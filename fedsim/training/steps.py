@@ -18,7 +18,7 @@ from fedsim.training.client_state import CarriedState
 from fedsim.training.data import ClientData
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.side_effects import Seeds, exact
+from fedsim.training.side_effects import Seeds, reproducible_arithmetic
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class StepLoop:
         state = self.init_state(start.clone(), numbers, carried)
         active = len(steps)
         groups: list[StepLoopResult] = []
-        with exact(self.stepper.device):
+        with reproducible_arithmetic(self.stepper.device):
             for index in range(int(steps[0])):
                 remaining = int((steps > index).sum())
                 if remaining < active:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.arguments import expected, require, shown
+from fedsim.arguments import as_text, expected, require
 from fedsim.array_types import Ints
 from fedsim.clients.base import PERSONAL_MASK, DenseGradient, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
@@ -145,7 +145,7 @@ def check_call(
 def _form(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"a {type(value).__name__} of shape {list(value.shape)} and {value.dtype}"
-    return shown(value)
+    return as_text(value)
 
 
 def check_settings(

@@ -15,7 +15,7 @@ from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
 from fedsim.mechanisms import NoPrivacy
 from fedsim.rows.block import DECLARED_EXAMPLES
-from fedsim.runs.resolve import Resolved, resolve, strategy_of
+from fedsim.runs.resolve import Resolved, make_strategy, resolve
 from fedsim.runs.runner import drive
 from fedsim.strategies import ClientTraining, DPFedAvg
 from fedsim.training import ClientData
@@ -73,7 +73,7 @@ def test_a_config_declares_the_sizes_of_its_partition() -> None:
 def declared_in_messages(resolved: Resolved) -> list[object]:
     """What the messages of a round with all clients declare of their examples."""
     grid = LocalGrid(resolved.trainer)
-    messages = strategy_of(resolved).configure_train(
+    messages = make_strategy(resolved).configure_train(
         1, resolved.initial_arrays, ConfigRecord(), grid
     )
     return [m.content.config_records["config"].get(DECLARED_EXAMPLES) for m in messages]

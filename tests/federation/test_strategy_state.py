@@ -8,7 +8,7 @@ import torch
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
-from fedsim.runs.resolve import Resolved, resolve, strategy_of
+from fedsim.runs.resolve import Resolved, make_strategy, resolve
 
 TREE = {
     "seed": 5,
@@ -35,9 +35,9 @@ def build(**settings) -> Resolved:
 )  # fmt: skip
 def test_a_state_of_nonsense_is_one_sentence(key, nonsense):
     made = build()
-    first = strategy_of(made)
+    first = make_strategy(made)
     reached = first.start(LocalGrid(made.trainer), made.initial_arrays, 1)
-    second, state = strategy_of(made), {**first.state(), key: nonsense}
+    second, state = make_strategy(made), {**first.state(), key: nonsense}
     with pytest.raises(FedsimError, match="state"):
         second.start(LocalGrid(made.trainer), reached.arrays, 2, state=state)
 
@@ -45,12 +45,12 @@ def test_a_state_of_nonsense_is_one_sentence(key, nonsense):
 def test_vectors_of_another_size_than_an_algorithm_receives_are_refused():
     scaffold = {"client.name": "scaffold", "client.state": "client"}
     made = build(**scaffold, **{"mechanism.weighting": "uniform"})
-    first = strategy_of(made)
+    first = make_strategy(made)
     reached = first.start(LocalGrid(made.trainer), made.initial_arrays, 1)
     state = first.state()
     for wrong in (torch.zeros(3), 5):
         with pytest.raises(FedsimError, match="state= "):
-            strategy_of(made).start(
+            make_strategy(made).start(
                 LocalGrid(made.trainer), reached.arrays, 2, state={**state, "vectors": wrong}
             )
-    strategy_of(made).start(LocalGrid(made.trainer), reached.arrays, 2, state=state)
+    make_strategy(made).start(LocalGrid(made.trainer), reached.arrays, 2, state=state)

@@ -17,7 +17,7 @@ from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import tensors
 from fedsim.privacy import Ledger
 from fedsim.runs.directory import RUNS, RunDirectory
-from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.runs.resolve import make_strategy, resolve
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def summed_clients(faults: list[tuple[int, str, str]]) -> list[int]:
 
 def model_of_shares_in_clear() -> bytes:
     resolved = resolve(CONFIG)
-    strategy = strategy_of(resolved)
+    strategy = make_strategy(resolved)
     strategy.participants.replying = lambda number, ids: np.isin(
         ids, summed_clients(SCHEDULE[number - 1])
     )

@@ -19,7 +19,7 @@ from fedsim.config.devices import Devices, work_counts
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.randomness import Draws, Randomness
-from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.runs.resolve import make_strategy, resolve
 from fedsim.runs.sweep import grid_runs, run_sweep
 from fedsim.training import Trainer
 
@@ -110,7 +110,7 @@ def test_who_is_not_there_counts_as_missing_and_the_event_stays_the_cohorts(tmp_
     np.save(tmp_path / "trace.npy", trace)
     config = BASE.replace(**PRIVATE, **{"devices.trace": str(tmp_path / "trace.npy")})
     result = fedsim.run(config)
-    strategy = strategy_of(resolve(config))
+    strategy = make_strategy(resolve(config))
     for row in result.metrics[1:]:
         number = int(row["round"])
         cohort = strategy.participants.cohort(number)

@@ -34,7 +34,7 @@ from fedsim.models import build
 from fedsim.partitions import Dirichlet
 from fedsim.runs import factories
 from fedsim.runs.object_overrides import ObjectOverrides
-from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.runs.resolve import make_strategy, resolve
 from fedsim.settings import REQUIRED
 from fedsim.training import ClientData
 
@@ -256,7 +256,7 @@ def test_a_strategy_of_flowers_takes_the_place_of_the_server_table() -> None:
     with pytest.raises(
         FedsimError, match="strategy is a DPFedAvg, which a config's tables describe"
     ):
-        fedsim.run(small, strategy=strategy_of(resolve(small)))
+        fedsim.run(small, strategy=make_strategy(resolve(small)))
     with pytest.raises(FedsimError, match=r"partition= or strategy= it must be 'local' or 'ray'"):
         fedsim.run(small, engine="simulation", strategy=FedAvg())
     slow, fast = (ObjectOverrides(strategy=FedAdam(eta=eta)) for eta in (0.01, 0.1))

@@ -22,7 +22,7 @@ from fedsim.privacy import epsilon
 from fedsim.rows.block import Block
 from fedsim.runs import runner
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.resolve import CentralEvaluation, resolve, strategy_of
+from fedsim.runs.resolve import CentralEvaluation, make_strategy, resolve
 from fedsim.runs.round_rows import row_columns
 from fedsim.strategies import RoundReport
 from fedsim.training import Trainer
@@ -349,7 +349,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
 def test_every_column_is_filled_by_some_round(settings: dict[str, Any]) -> None:
     config = BASE.replace(**settings)
     resolved = resolve(config)
-    columns = row_columns(resolved, strategy_of(resolved))
+    columns = row_columns(resolved, make_strategy(resolved))
     assert set().union(*fedsim.run(config).metrics) == set(columns)
 
 

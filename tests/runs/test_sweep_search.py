@@ -17,7 +17,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Ledger
 from fedsim.reports.run_page import run_page
 from fedsim.reports.seed_groups import SeedGroup
-from fedsim.reports.sweep import best_of, draw, over_seeds, read_runs, seeds_csv, to_csv
+from fedsim.reports.sweep import best_setting, draw, over_seeds, read_runs, seeds_csv, to_csv
 from fedsim.runs.callbacks import Measure
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import RunRecord
@@ -174,7 +174,7 @@ def test_a_sweep_says_where_its_last_five_are_fewer(
 
 def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() -> None:
     good, lucky = record(0.1, 1, 0.5, 0.9), record(0.2, 1, 0.99, 0.2)
-    best = best_of(groups(lucky, good), MEASURE)
+    best = best_setting(groups(lucky, good), MEASURE)
     assert best is not None
     assert best.point == {"client.lr": 0.1}
     # One of whose seeds some failed, or that has no number, is not chosen.
@@ -183,10 +183,10 @@ def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() ->
         record(0.3, 2, 0.9, 0.95, "failed"),
         record(0.4, 1, 0.9, math.nan),
     ]
-    best = best_of(groups(lucky, good, *bad), MEASURE)
+    best = best_setting(groups(lucky, good, *bad), MEASURE)
     assert best is not None
     assert best.point == {"client.lr": 0.1}
-    assert best_of(groups(record(0.1, 1, 0.5, None)), MEASURE) is None
+    assert best_setting(groups(record(0.1, 1, 0.5, None)), MEASURE) is None
 
 
 def test_a_run_that_failed_without_a_directory_has_a_line_of_its_own(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_function_of_the_users_decides_only_if_it_says_what_is_better(
 def test_no_best_setting_is_named_by_a_metric_that_does_not_say_what_is_better() -> None:
     settings = groups(record(0.1, 1, 0.8, 0.9), record(0.2, 1, 0.9, 0.8))
     for measure, best in ((MEASURE, {"client.lr": 0.1}), (Measure("accuracy", None), None)):
-        named = best_of(settings, measure)
+        named = best_setting(settings, measure)
         assert (named and named.point) == best
 
 

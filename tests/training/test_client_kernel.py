@@ -13,7 +13,7 @@ from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.kernels.dense import is_compiled
 from fedsim.randomness import Randomness
-from fedsim.runs.factories import trainer_of
+from fedsim.runs.factories import make_trainer
 from fedsim.runs.resolve import resolve
 from fedsim.training import Trainer
 from fedsim.training.paths import choice
@@ -82,7 +82,7 @@ def test_the_kernel_is_a_part_of_what_keys_the_noise() -> None:
 def test_a_deployed_node_without_a_compiler_trains_with_torchs_operations() -> None:
     def trainer(engine: str) -> Trainer:
         config = config_with("compiled", f"engine.name={engine}")
-        return trainer_of(config, make_mlp(), make_data([4, 4]), device=CPU)
+        return make_trainer(config, make_mlp(), make_data([4, 4]), device=CPU)
 
     assert trainer("deployment").kernel == "eager"
     with pytest.raises(FedsimError, match=r"client\.kernel"):

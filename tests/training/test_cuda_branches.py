@@ -36,7 +36,7 @@ from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import split_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
-from fedsim.training.side_effects import exact
+from fedsim.training.side_effects import reproducible_arithmetic
 from fedsim.training.steps import StepLoop
 
 SIZES = [9, 5, 7, 1, 14, 0, 12]
@@ -159,7 +159,7 @@ def test_an_evaluation_asks_a_gpu_by_the_call_and_not_by_the_client(monkeypatch)
 def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():
     cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
     before = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, products.allow_tf32)
-    with exact(torch.device("cuda")):
+    with reproducible_arithmetic(torch.device("cuda")):
         assert (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark) == (False, True, False)
         assert not products.allow_tf32
     after = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, products.allow_tf32)
@@ -169,8 +169,8 @@ def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():
 def test_a_frozen_stem_is_gone_through_as_exactly_as_the_rest(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "fedsim.training.frozen_stem.exact",
-        lambda device: asked.append(device) or exact(torch.device("cuda")),
+        "fedsim.training.frozen_stem.reproducible_arithmetic",
+        lambda device: asked.append(device) or reproducible_arithmetic(torch.device("cuda")),
     )
     stem = nn.Conv2d(1, 2, 3).requires_grad_(False)
     stem.register_forward_hook(lambda *_: asked.append(torch.backends.cudnn.allow_tf32))
@@ -184,12 +184,12 @@ def test_workspaces_of_a_gpus_products_are_fixed_before_any_product_unless_the_u
     monkeypatch,
 ):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with exact(torch.device("cpu")):
+    with reproducible_arithmetic(torch.device("cpu")):
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    with exact(torch.device("cuda")):
+    with reproducible_arithmetic(torch.device("cuda")):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with exact(torch.device("cuda")):
+    with reproducible_arithmetic(torch.device("cuda")):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 

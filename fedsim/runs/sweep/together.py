@@ -24,7 +24,7 @@ from fedsim.federation.exchange import Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block
 from fedsim.runs.data_split import client_data
-from fedsim.runs.factories import algorithm, seed_of
+from fedsim.runs.factories import algorithm, seed_or_none
 from fedsim.runs.resolve import Resolved
 from fedsim.strategies import Rounds
 from fedsim.training import Trainer
@@ -90,7 +90,7 @@ class _SharedTrainer:
         self._offsets = [sum(sizes[:run]) for run in range(len(runs))]
         self._numbers = [algorithm(run.config).numbers() for run in runs]
         self._randomness = [
-            _OffsetRandomness(seed_of(run.config), run.release, offset=offset)
+            _OffsetRandomness(seed_or_none(run.config), run.release, offset=offset)
             for run, offset in zip(runs, self._offsets, strict=True)
         ]
         parts = [indices for run in runs for indices in run.data.parts]

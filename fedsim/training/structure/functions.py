@@ -96,7 +96,7 @@ def reduction(call: NodeCall) -> Any:
     return batched_results(call, call.results)
 
 
-def along(default: int | None = None, position: int = 1, name: str = "dim") -> Rule:
+def dimension_rule(default: int | None = None, position: int = 1, name: str = "dim") -> Rule:
     """Rule of functions along named dimensions, none of them the examples' (`NodeCall.dims`)."""
 
     def rule(call: NodeCall) -> Any:

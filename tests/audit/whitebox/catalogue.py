@@ -15,7 +15,15 @@ from whitebox import plan_checks as plan
 
 from fedsim.audit import catalogue as own
 from fedsim.audit import noise_checks as noise
-from fedsim.audit.findings import Check, Finding, Part, SampleChecks, checks_of, invariant, untested
+from fedsim.audit.findings import (
+    Check,
+    Finding,
+    Part,
+    SampleChecks,
+    invariant,
+    make_checks,
+    untested,
+)
 
 Test = Callable[..., Finding]
 TOO_LONG = "rows longer than C pass"
@@ -30,7 +38,7 @@ def omitted_checks(checks: Iterable[Check], examined: str, why: str) -> SampleCh
 
 def bound(name: str, cause: str = TOO_LONG) -> tuple[Check, ...]:
     """Check of how far something moved a release."""
-    return checks_of("bound", (name, lambda found: found, cause))
+    return make_checks("bound", (name, lambda found: found, cause))
 
 
 def moved_by(row: str) -> tuple[Check, ...]:
@@ -48,49 +56,50 @@ def _faults(part: Part, *rows: tuple[str, str, str]) -> tuple[Check, ...]:
 
 
 # fmt: off
-PRESENCE = checks_of("noise", ("presence", noise.presence, "noise is left out"))
-FEW_COORDINATES = checks_of("noise",
+PRESENCE = make_checks("noise", ("presence", noise.presence, "noise is left out"))
+FEW_COORDINATES = make_checks("noise",
     ("size in any direction", grid.covariance, "a direction without noise"))
-SYSTEM_NOISE = checks_of("noise", ("noise with system entropy", plan.system_noise, "too few seeds"))
-SEEDS = checks_of("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
-ANOTHER_RUN = checks_of("noise",
+SYSTEM_NOISE = make_checks("noise",
+    ("noise with system entropy", plan.system_noise, "too few seeds"))
+SEEDS = make_checks("noise", ("noise of different seeds", noise.repeats, "too few seeds"))
+ANOTHER_RUN = make_checks("noise",
     ("noise of another run", noise.pairs, "noise is keyed by the seed alone"))
 CLIENTS_RUN = (
-    *checks_of("ledger",
+    *make_checks("ledger",
         ("a line for every round", plan.line_for_every_round, "a release is not charged")),
-    *checks_of("noise",
+    *make_checks("noise",
         ("noise of another client", plan.noise_of_clients, "clients share noise")),
 )
-RESUME = checks_of("noise",
+RESUME = make_checks("noise",
     ("resume", plan.same_after_resume, "a resumed run draws noise again"))
-ADDRESSES = checks_of("noise",
+ADDRESSES = make_checks("noise",
     ("addresses of draws", plan.addresses_once, "a random number is used twice"))
 
 LOW_BITS = (
-    *checks_of("noise", ("rounding to the grid", grid.rounding, "low bits show the sum")),
-    *checks_of("noise",
+    *make_checks("noise", ("rounding to the grid", grid.rounding, "low bits show the sum")),
+    *make_checks("noise",
         ("equal values", grid.equal_values, "noise has too few values"),
         ("low bits", grid.low_bits, "low bits show the sum"),
         ("low bits in pairs of rounds", grid.low_bits_of_pairs, "low bits are used again"),
         fits=grid.on_grid),
 )
 NOISE, DRAWS, DECLARED_LAW = own.NOISE, own.DRAWS, own.DECLARED_LAW
-PARTICIPATIONS = checks_of("plan",
+PARTICIPATIONS = make_checks("plan",
     ("rounds of each client", plan.participations,
      "rows are in more rounds than the plan counts on"))
-PASSES = checks_of("sampler", ("passes", plan.passes, "batches overlap within a pass"))
-SAME_COHORTS = checks_of("sampler",
+PASSES = make_checks("sampler", ("passes", plan.passes, "batches overlap within a pass"))
+SAME_COHORTS = make_checks("sampler",
     ("draws and data", plan.same_cohorts, "updates influence who is sampled"))
-SYSTEM_COHORTS = checks_of("sampler",
+SYSTEM_COHORTS = make_checks("sampler",
     ("cohorts with system entropy", plan.system_cohorts, "too few seeds"))
 
-FAILURES = checks_of("plan",
+FAILURES = make_checks("plan",
     ("several fail at once", plan.same_after_failures, "the denominator is counted"))
-NOTHING_BUT_SUMS = checks_of("plan",
+NOTHING_BUT_SUMS = make_checks("plan",
     ("nothing but the sum", plan.nothing_but_sums, "something is released beside the sum"))
-LEAVES = checks_of("plan", ("what else leaves a round", plan.what_leaves, NOT_COVERED))
+LEAVES = make_checks("plan", ("what else leaves a round", plan.what_leaves, NOT_COVERED))
 TOGETHER = bound("what one client moves, released scalars included")
-TWO_WORLDS = checks_of("plan", ("two worlds", lambda found: found, "noise is too small"))
+TWO_WORLDS = make_checks("plan", ("two worlds", lambda found: found, "noise is too small"))
 
 CANARIES = (
     *_faults("noise", ("earlier rounds", "the same in rounds without the canary",
@@ -109,10 +118,10 @@ REPORTS = _faults("plan",
     ("what else leaves a round", "the same whatever an example is", NOT_COVERED))
 
 LINES = (
-    *checks_of("plan",
+    *make_checks("plan",
         ("rounds", partial(ledger.no_fault, ledger.missing_round, "as many as planned"),
          "data decide when a run ends")),
-    *checks_of("ledger",
+    *make_checks("ledger",
         ("a line for every release", partial(
             ledger.no_fault, ledger.uncharged_release, "one, written before the release is seen"),
          "a release is not charged"),
@@ -125,10 +134,10 @@ LINES = (
         ("one line, one release", partial(ledger.no_fault, ledger.second_line, "no round twice"),
          "a release is charged twice")),
 )
-CLAIM = checks_of("ledger",
+CLAIM = make_checks("ledger",
     ("epsilon of the events", ledger.accounting, "the accountant counts too little"))
-PROMISE = checks_of("ledger",
+PROMISE = make_checks("ledger",
     ("epsilon of the run", ledger.epsilon_of_run, "another event is charged"))
-BUDGET = checks_of("ledger",
+BUDGET = make_checks("ledger",
     ("budget", ledger.budget, "a budget does not stop the run in time"))
 # fmt: on

@@ -32,7 +32,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Event
 from fedsim.randomness import Address, Randomness
 from fedsim.runs import factories
-from fedsim.runs.resolve import Resolved, resolve, strategy_of
+from fedsim.runs.resolve import Resolved, make_strategy, resolve
 from fedsim.runs.runner import drive
 from fedsim.strategies import DPFedAvg
 
@@ -235,7 +235,7 @@ def _for_any_seed(seeded: RunConfig) -> StrategyFactory:
         # Thousands of runs differ only in their seeds. Resolving each would take as long as a
         # round, and is not needed: seed and release digest key the noise.
         config = unseeded if seed is None else replace(seeded, seed=seed)
-        return strategy_of(replace(resolved, config=config))
+        return make_strategy(replace(resolved, config=config))
 
     return strategy
 

@@ -12,7 +12,7 @@ from whitebox.clients import EXAMPLES, silent_clients
 from whitebox.target import StrategyFactory
 
 from fedsim.array_types import Floats
-from fedsim.audit.findings import Finding, SampleChecks, checks_of, invariant
+from fedsim.audit.findings import Finding, SampleChecks, invariant, make_checks
 from fedsim.audit.noise_checks import NoiseSample
 from fedsim.audit.sampling_checks import Sampled
 from fedsim.engines import LocalGrid
@@ -136,8 +136,8 @@ def line_for_every_evaluation(strategy: DPFedAvg, moves: list[Floats]) -> Findin
 
 
 _EVALUATED = (
-    *checks_of("bound", ("what one client's metrics move", moved_metrics,
+    *make_checks("bound", ("what one client's metrics move", moved_metrics,
                          "numbers are not clamped to their ranges")),
-    *checks_of("ledger", ("a line for every evaluation", line_for_every_evaluation,
+    *make_checks("ledger", ("a line for every evaluation", line_for_every_evaluation,
                           "an evaluation is not charged")),
 )  # fmt: skip

@@ -40,7 +40,7 @@ from fedsim.federation.arrays import tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
 from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.placement import SecureAggregation
-from fedsim.runs.resolve import Resolved, resolve, strategy_of
+from fedsim.runs.resolve import Resolved, make_strategy, resolve
 from fedsim.runs.runner import secure_aggregation_app
 from fedsim.strategies import DPFedAvg
 
@@ -108,9 +108,9 @@ def resolved() -> Resolved:
 def test_the_model_is_that_of_the_same_shares_in_the_clear(
     resolved: Resolved, lost: dict[str, set[int]]
 ) -> None:
-    masked = model_of(strategy_of(resolved), Unsteady(resolved, lost), resolved)
+    masked = model_of(make_strategy(resolved), Unsteady(resolved, lost), resolved)
     gone = set().union(*(lost.get(stage, set()) for stage in STAGES[:3]))
-    in_clear = strategy_of(resolved)
+    in_clear = make_strategy(resolved)
     # In the clear the same clients do not take part.
     in_clear.participants.replying = lambda number, ids: ~np.isin(ids, list(gone))
     assert masked == model_of(in_clear, LocalGrid(resolved.trainer), resolved)
@@ -118,12 +118,12 @@ def test_the_model_is_that_of_the_same_shares_in_the_clear(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_round_of_too_few_is_lost_and_charged(resolved: Resolved, stage: str) -> None:
-    strategy = strategy_of(resolved)
+    strategy = make_strategy(resolved)
     start = b"".join(t.numpy().tobytes() for t in tensors(resolved.initial_arrays).values())
     assert model_of(strategy, Unsteady(resolved, {stage: {0, 2, 5}}), resolved) == start
     assert [entry.round for entry in strategy.ledger.entries] == [1, 2]
     assert any("nothing was released" in line for line in strategy.progress())
-    in_clear = strategy_of(resolved)
+    in_clear = make_strategy(resolved)
     in_clear.participants.replying = lambda number, ids: ids < THRESHOLD - 1
     assert model_of(in_clear, LocalGrid(resolved.trainer), resolved) == start
     assert in_clear.ledger.head == strategy.ledger.head or stage == "unmask"
@@ -150,7 +150,7 @@ def test_a_round_is_charged_before_any_stage_of_it_leaves_the_server(
 ) -> None:
     ledger = tmp_path / "ledger.jsonl"
     grid = Watching(resolved, ledger)
-    model_of(strategy_of(resolved, Ledger(ledger, delta=1e-5)), grid, resolved)
+    model_of(make_strategy(resolved, Ledger(ledger, delta=1e-5)), grid, resolved)
     stages = [seen for seen in grid.seen if seen[0] is not None]
     assert stages == [(stage, number) for number in (1, 2) for stage in STAGES]
 
@@ -161,7 +161,7 @@ def test_a_round_beyond_the_budget_asks_nobody_for_anything(
     path = tmp_path / "ledger.jsonl"
     once = Accountant([resolved.plan.charge(1)]).epsilon(1e-5)
     grid = Watching(resolved, path)
-    strategy = strategy_of(resolved, Ledger(path, delta=1e-5, max_epsilon=1.01 * once))
+    strategy = make_strategy(resolved, Ledger(path, delta=1e-5, max_epsilon=1.01 * once))
     model_of(strategy, grid, resolved)
     assert [stage for stage, _ in grid.seen if stage is not None] == list(STAGES)
     assert [entry.round for entry in Ledger.read(path).entries] == [1]
@@ -192,7 +192,7 @@ class Failing(Unsteady):
 
 @pytest.mark.parametrize("stage", STAGES[:3])
 def test_errors_keep_their_reasons(resolved: Resolved, stage: str) -> None:
-    strategy = strategy_of(resolved)
+    strategy = make_strategy(resolved)
     model_of(strategy, Failing(resolved, stage), resolved)
     assert strategy.report is not None
     reasons = {name: count for name, count in strategy.report.reasons.items() if count}
@@ -202,10 +202,10 @@ def test_errors_keep_their_reasons(resolved: Resolved, stage: str) -> None:
 def test_a_client_that_fails_when_its_share_is_in_the_sum_has_not_failed(
     resolved: Resolved, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strategy = strategy_of(resolved)
+    strategy = make_strategy(resolved)
     with caplog.at_level("WARNING", "fedsim"):
         model = model_of(strategy, Failing(resolved, "unmask"), resolved)
-    assert model == model_of(strategy_of(resolved), LocalGrid(resolved.trainer), resolved)
+    assert model == model_of(make_strategy(resolved), LocalGrid(resolved.trainer), resolved)
     report = strategy.report
     assert report is not None
     assert (report.usable, report.failed, report.summed) == (CLIENTS, 0, CLIENTS)
@@ -222,7 +222,7 @@ def test_a_client_that_fails_at_the_last_stage_of_a_round_that_is_lost_has_faile
             lost = stage == "unmask" and reply.metadata.src_node_id > 4
             return None if lost else super().changed(stage, reply)
 
-    strategy = strategy_of(resolved)
+    strategy = make_strategy(resolved)
     model_of(strategy, Lost(resolved, "unmask"), resolved)
     report = strategy.report
     assert report is not None
@@ -233,7 +233,7 @@ def test_a_client_that_fails_at_the_last_stage_of_a_round_that_is_lost_has_faile
 
 def test_the_server_receives_keys_sealed_shares_and_uniform_words(resolved: Resolved) -> None:
     grid = Unsteady(resolved, {})
-    model_of(strategy_of(resolved), grid, resolved)
+    model_of(make_strategy(resolved), grid, resolved)
     names = {"keys": {"mask-key", "channel-key"}, "shares": {"sealed"}}
     names |= {"masked": {"masked"}, "unmask": {"shares"}}
     for stage in STAGES:
@@ -255,7 +255,7 @@ def test_the_shares_of_the_fewest_honest_survivors_bring_the_noise() -> None:
     made = resolve(quiet)
     start = np.concatenate([t.numpy().ravel() for t in tensors(made.initial_arrays).values()])
     for gone, survivors in ((0, CLIENTS), (2, THRESHOLD)):
-        strategy = strategy_of(made)
+        strategy = make_strategy(made)
         strategy.participants.replying = lambda number, ids, gone=gone: ids >= gone
         end = np.frombuffer(model_of(strategy, LocalGrid(made.trainer), made), dtype=np.float32)
         noise = (end - start).astype(np.float64) * CLIENTS
@@ -308,7 +308,7 @@ class Hostile(Unsteady):
 def test_whatever_some_clients_answer_the_run_goes_on(
     resolved: Resolved, stage: str, seed: int
 ) -> None:
-    strategy = strategy_of(resolved)
+    strategy = make_strategy(resolved)
     model_of(strategy, Hostile(resolved, stage, random.Random(seed)), resolved)
     assert strategy.rounds_done == CONFIG.rounds
     assert len(strategy.ledger.entries) == CONFIG.rounds
@@ -476,7 +476,7 @@ def test_configs_say_what_secure_aggregation_needs(changes: dict[str, Any], word
 )
 def test_a_cohort_in_which_most_rounds_would_be_lost_is_refused(cohort: dict[str, Any]) -> None:
     with pytest.raises(FedsimError, match=r"threshold is 4; it must be at most 3, the mean number"):
-        strategy_of(resolve(CONFIG.replace(**cohort)))
+        make_strategy(resolve(CONFIG.replace(**cohort)))
 
 
 @pytest.mark.parametrize(("threshold", "colluders"), [(1, 0), (3, 3), (3, 4), (0, 0), (3, -1)])
@@ -491,7 +491,7 @@ def test_against_the_server_sampling_amplifies_nothing() -> None:
     plans = [resolve(config).plan for config in (sampled, outside)]
     assert [plan.event().law.rate for plan in plans] == [1, pytest.approx(4 / 6)]
     assert [plan.event().law.adjacency for plan in plans] == ["replace-one"] * 2
-    statements = [str(strategy_of(resolve(c)).privacy_statement()) for c in (sampled, outside)]
+    statements = [str(make_strategy(resolve(c)).privacy_statement()) for c in (sampled, outside)]
     assert len(statements) == 2
 
 
