@@ -114,7 +114,12 @@ def plan_of(**parts: Any) -> ReleasePlan[Any]:
 
 def violations(plan: ReleasePlan[Any]) -> set[str]:
     trainer = SimpleNamespace(layout=Layout.of({"w": torch.zeros(40)}), privacy=None)
-    resolved = SimpleNamespace(plan=plan, trainer=trainer, config=SimpleNamespace(private=True))
+    resolved = SimpleNamespace(
+        plan=plan,
+        trainer=trainer,
+        config=SimpleNamespace(private=True),
+        devices=SimpleNamespace(schedule=None),
+    )
     found = findings(user_checks.checks(resolved, seed=3))
     return {str(one) for one in found if one.refutes(1e-5)}
 
