@@ -169,7 +169,8 @@ class ExperimentClaim:
     measured : str
         What was measured here.
     open : str
-        What the paper does not give, such as "the unit of eta_0"; empty if there are no readings.
+        What the paper does not give, or gives otherwise than its authors' code, such as "the unit
+        of eta_0"; empty if there are no readings.
     readings : mapping of str to Outcome
         What came out with each reading of it. See `under`.
     """
@@ -186,7 +187,7 @@ class ExperimentClaim:
     def under(
         cls, name: str, panel: str, says: str, open: str, readings: Mapping[str, Outcome]
     ) -> ExperimentClaim:
-        """A claim about something that the paper leaves ``open``, judged with each reading of it.
+        """A claim whose verdict may turn with something ``open``, judged with each reading of it.
 
         Its verdict is that of all readings if they agree; otherwise it is not decided.
         """

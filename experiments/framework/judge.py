@@ -250,7 +250,7 @@ class Judged:
     def cause(self, claim: ExperimentClaim) -> str:
         """What a claim that is not reproduced, or not decided, is put down to, in words."""
         if claim.turns:
-            return f"it turns with {claim.open}, which the paper does not give"
+            return f"it turns with {claim.open}"
         return CAUSES[self.claimed(claim).cause]
 
     def counts(self, panel: Panel | None = None) -> tuple[str, str]:

@@ -38,7 +38,7 @@ KNOWN_KEEPS = Constraint(
 
 def left_open(settings: str, keeps: Sequence[str]) -> str:
     """What a verdict may turn with: ``settings``, and the iterate where both were run."""
-    return settings + ", or the iterate (paper and code differ)" * (len(keeps) > 1)
+    return settings + ", or the iterate, where paper and code differ" * (len(keeps) > 1)
 
 
 def adadp(rate: float, keep: str, largest: float) -> dict[str, Scalar]:

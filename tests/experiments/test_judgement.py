@@ -210,7 +210,7 @@ def test_page_shows_both_sides_of_a_verdict_that_turns() -> None:
     judged = reported(judgement, claim)
     assert judged.faults == []
     assert (
-        "- **Not decided** (it turns with its unit, which the paper does not give). The paper "
+        "- **Not decided** (it turns with its unit). The paper "
         "(section 2: it is so): so.\n    - Reproduced a: *1*\n    - Not reproduced b: *2*\n"
     ) in judged.page
     with_cause = read_table(Judgement, TREE | {"claims": {"c": {**turning, "cause": "seeds"}}})
