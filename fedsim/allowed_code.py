@@ -40,7 +40,7 @@ class AllowedCode:
     ----------
     modules : tuple of str
         Names of modules and of packages; a package stands for all modules in it.
-    of_user : bool
+    includes_user_code : bool
         Whether three more are allowed: modules under the current directory, those that its
         ``pyproject.toml`` lists (``[tool.fedsim] code = [...]``), and installed plug-ins.
         Neither code nor a ``pyproject.toml`` in a run's directory counts: that directory may have
@@ -50,7 +50,7 @@ class AllowedCode:
     """
 
     modules: tuple[str, ...] = ()
-    of_user: bool = False
+    includes_user_code: bool = False
     file: str = ""
 
     def allows(self, module: str) -> bool:
@@ -59,13 +59,13 @@ class AllowedCode:
             return False
         if _is_within(module, self.modules):
             return True
-        return self.of_user and (
+        return self.includes_user_code and (
             _is_under_current_directory(module) or _is_within(module, _listed())
         )
 
     def allows_plugin(self, module: str) -> bool:
         """Whether a config may name an entry point in this module by the entry point's name."""
-        return self.of_user or self.allows(module)
+        return self.includes_user_code or self.allows(module)
 
     def require(self, key: str, name: str, module: str) -> None:
         """Refuse a name whose module is not allowed, without importing the module.
@@ -111,7 +111,7 @@ class AllowedCode:
                 f"'{module}' is of the standard library or of fedsim, which a config may not name; "
                 "it must be a module of your own"
             )
-        if not self.of_user:
+        if not self.includes_user_code:
             allowed = f"only {list(self.modules)}" if self.modules else "no code of its own"
             return (
                 f"here a run may name {allowed}, and modules = "
@@ -132,7 +132,7 @@ class AllowedCode:
         )
 
 
-_current = AllowedCode(of_user=True)
+_current = AllowedCode(includes_user_code=True)
 
 
 def current() -> AllowedCode:
@@ -177,7 +177,7 @@ def inherited() -> AllowedCode | None:
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
-    return AllowedCode(tuple(filter(None, text.split(","))), of_user=True)
+    return AllowedCode(tuple(filter(None, text.split(","))), includes_user_code=True)
 
 
 def defining_module(value: Any) -> str | None:

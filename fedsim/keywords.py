@@ -15,7 +15,7 @@ def arguments_of(
     name: str,
     values: Mapping[str, Any],
     table: str,
-    filled: Collection[str] = (),
+    derived: Collection[str] = (),
 ) -> dict[str, Any]:
     """Check the settings given for a class or function; return keyword arguments by Python name.
 
@@ -28,7 +28,7 @@ def arguments_of(
         Settings by key, in kebab-case or snake_case, as a config writes them.
     table : str
         Dotted name of the settings' table, for messages.
-    filled : collection of str
+    derived : collection of str
         Arguments that follow from other keys; they are refused among ``values``.
 
     Raises
@@ -37,12 +37,12 @@ def arguments_of(
         If a setting is unknown or missing or, for a dataclass, has a wrong type or range.
     """
     arguments = {key.replace("-", "_"): value for key, value in values.items()}
-    settings = {s.name: s for s in settings_of(factory) if s.name not in filled}
+    settings = {s.name: s for s in settings_of(factory) if s.name not in derived}
     keywords, takes_any = keywords_of(factory)
-    takes = {*(settings or keywords)} - {*filled}
+    takes = {*(settings or keywords)} - {*derived}
     for key in arguments:
         dotted = f"{table}.{key.replace('_', '-')}"
-        if key in filled:
+        if key in derived:
             raise FedsimError(f"{dotted} is set; its value follows from other keys: leave it out.")
         if key not in takes and (settings or not takes_any):
             known = ", ".join(sorted(key.replace("_", "-") for key in takes)) or "no options"
@@ -51,7 +51,7 @@ def arguments_of(
         by_key = {settings[key].key: value for key, value in arguments.items()}
         return read_settings(settings.values(), by_key, table)
     for key, parameter in keywords.items():
-        if parameter.default is parameter.empty and key not in {*arguments, *filled}:
+        if parameter.default is parameter.empty and key not in {*arguments, *derived}:
             raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
     return arguments
 

@@ -319,7 +319,11 @@ def load(key: str, name: str) -> Callable[..., Any]:
     # Only the top package is looked up: for a dotted name its parents would be imported, that
     # is, run, before it is known whether they are allowed.
     top = module_name.partition(".")[0]
-    if allowed.of_user and top not in sys.modules and importlib.util.find_spec(top) is None:
+    if (
+        allowed.includes_user_code
+        and top not in sys.modules
+        and importlib.util.find_spec(top) is None
+    ):
         raise _no_module(key, name, module_name)
     if module_name in sys.modules and not allowed_code.is_reserved(module_name):
         _refuse_namesake(key, name, sys.modules[module_name])

@@ -199,7 +199,7 @@ def test_a_server_allows_what_its_own_file_lists(canary, tmp_path, monkeypatch):
         on_the_server({"model.name": "os:system"})
     with pytest.raises(FedsimError, match="put it into a file of its own"):
         on_the_server({"model.name": "__main__:Network"})
-    assert allowed_code.current().of_user  # outside of the app
+    assert allowed_code.current().includes_user_code  # outside of the app
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -424,7 +424,7 @@ def test_the_option_stands_at_every_command_that_may_run_a_configs_code(canary):
 def test_a_simulations_processes_inherit_what_the_command_allows(monkeypatch, canary):
     monkeypatch.setenv(allowed_code.VARIABLE, "strange,torch.nn")
     inherited = Policy.process_allowed_code()
-    assert inherited.of_user
+    assert inherited.includes_user_code
     assert inherited == SuperLink.process_allowed_code()
     assert inherited.allows("strange.inner")
     assert not inherited.allows("torch.optim")

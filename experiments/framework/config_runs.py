@@ -236,7 +236,7 @@ def chosen(config: RunConfig) -> dict[str, Scalar]:
 
 def _defaults(table: ConfigTable) -> Iterator[tuple[str, Any]]:
     """Each dotted key of a table and of its tables and choices, with its default."""
-    own = table.declared_settings(table.chosen) if isinstance(table, ObjectTable) else ()
+    own = table.declared_settings(table.selected_name) if isinstance(table, ObjectTable) else ()
     for setting in (*settings_of(table), *own):
         value = getattr(table, setting.name)
         if isinstance(value, ConfigTable):

@@ -60,7 +60,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     if not file:
         everybody = resolve_data(config)
         whole = everybody.dataset
-        train = whole.train[torch.from_numpy(everybody.parts[client])]
+        train = whole.train[torch.from_numpy(everybody.client_indices[client])]
         test = whole.test[:0]
         if everybody.client_test_indices is not None:
             test = whole.test[torch.from_numpy(everybody.client_test_indices[client])]
@@ -207,7 +207,7 @@ def write_client_data(
         if values is not None:
             about[name] = np.array(values)
     paths = []
-    for client, rows in enumerate(data.parts):
+    for client, rows in enumerate(data.client_indices):
         content = io.BytesIO()
         arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train", images)
         # The client's own test examples; if it has none, one example for the shape and dtype.

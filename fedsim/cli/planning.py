@@ -68,7 +68,7 @@ def partition(
     if labels.ndim > 1 or not num_classes:
         # Targets that are not classes count as one class: only numbers of examples are shown.
         labels, num_classes = np.zeros(len(labels), dtype=np.int64), 1
-    counts = class_counts(labels, data.parts, num_classes)
+    counts = class_counts(labels, data.client_indices, num_classes)
     title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
     if settings.partition.max_examples:
         title += f", at most {settings.partition.max_examples:,} examples a client"

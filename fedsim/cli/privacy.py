@@ -178,7 +178,7 @@ def _print_warning(console: Output, warning: str) -> None:
 
 def _print_further(console: Output, contents: Source, answer: Answer) -> None:
     """Print the notes after an answer: declarations, trade-off curve."""
-    for sentence in contents.declared:
+    for sentence in contents.declarations:
         console.print(sentence)
     if math.isfinite(answer.cost.epsilon) and not answer.question.simulated > 1:
         console.print(_tradeoff_table(tradeoff(answer.events)))

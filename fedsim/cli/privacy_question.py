@@ -38,7 +38,7 @@ class Source:
         spent most.
     ledgers : RunLedgers
         All ledgers that were read.
-    declared : tuple of str
+    declarations : tuple of str
         Sentences on the parts of the mechanism that the config's user declares.
     smallest : int or None
         Number of examples of the smallest client of a config, at example level.
@@ -47,7 +47,7 @@ class Source:
     question: Question = field(default_factory=Question)
     ledger: Ledger | None = None
     ledgers: RunLedgers = field(default_factory=RunLedgers)
-    declared: tuple[str, ...] = ()
+    declarations: tuple[str, ...] = ()
     smallest: int | None = None
 
     def large_delta(self, question: Question) -> str:
@@ -89,16 +89,18 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 
 
 def _config_source(config: RunConfig) -> Source:
-    declared = set[str]()
+    user_parts = set[str]()
     if config.private:
         plan = uncalibrated_plan(config, config.mechanism.make())
-        declared = {*plan.user_parts}
+        user_parts = {*plan.user_parts}
     if config.client.private and is_user_code(config.client.mechanism.make()):
-        declared.add("bound")
+        user_parts.add("bound")
     question, smallest = _config_question(config)
     return Source(
         question,
-        declared=tuple(DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in declared),
+        declarations=tuple(
+            sentence for part, sentence in DECLARED_SENTENCES.items() if part in user_parts
+        ),
         smallest=smallest,
     )
 

@@ -72,7 +72,7 @@ class MechanismSection(BoundingSection, table="mechanism"):
 class NoiseSection(ObjectTable, table="noise"):
     """Kind and amount of a release's noise, and the privacy that it must give."""
 
-    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
+    derived_fields: ClassVar[tuple[str, ...]] = ("multiplier", "hardened", "participation")
     name: str = "independent"
     """The kind of noise that is added to the sum."""
     multiplier: Multiplier = None
@@ -149,7 +149,7 @@ class PrivacySection(ConfigTable, table="privacy"):
 class ClientMechanismSection(BoundingSection, table="client.mechanism"):
     """How an example's gradient is bounded, in a client with example-level privacy."""
 
-    filled: ClassVar[tuple[str, ...]] = ("weighting",)
+    derived_fields: ClassVar[tuple[str, ...]] = ("weighting",)
 
 
 @dataclass(frozen=True, init=False)

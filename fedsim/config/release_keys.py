@@ -77,7 +77,7 @@ def split_settings(config: RunConfig, objects: str | None = None) -> dict[str, S
     default the config's.
     """
     population: dict[str, Scalar] = {"population": config.partition.clients}
-    seed = ("seed",) if getattr(config.partition.find(), "drawn", True) else ()
+    seed = ("seed",) if getattr(config.partition.find(), "depends_on_seed", True) else ()
     outside = {*keys_outside_release(), "partition.clients", "data.normalize"}
     given = (config.objects if objects is None else objects).split(", ")
     named = [mark for mark in given if mark.startswith(("data=", "partition="))]
@@ -111,8 +111,10 @@ def _all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
 def _settings(config: RunConfig) -> Iterator[tuple[str, Setting]]:
     """Settings of all tables and of the things that they choose, each with its dotted key."""
     for table in _all_tables(config):
-        chosen = table.declared_settings(table.chosen) if isinstance(table, ObjectTable) else ()
-        for setting in (*settings_of(type(table)), *chosen):
+        own: tuple[Setting, ...] = ()
+        if isinstance(table, ObjectTable):
+            own = table.declared_settings(table.selected_name)
+        for setting in (*settings_of(type(table)), *own):
             if not is_table(setting):
                 yield table.key(setting.key), setting
 
@@ -146,7 +148,7 @@ def modules_in_config(config: RunConfig) -> list[tuple[str, str, str]]:
     entries = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
     for table in _all_tables(config):
         if isinstance(table, ObjectTable):
-            entries.append((table.key(table.selector), table.kind, table.chosen))
+            entries.append((table.key(table.selector), table.kind, table.selected_name))
     modules = []
     for key, kind, name in entries:
         if ":" in name:

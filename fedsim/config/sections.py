@@ -66,7 +66,7 @@ def _read_metrics(value: Any) -> str:
 class DataSection(ObjectTable, table="data"):
     """The data set, and which of its examples are used."""
 
-    filled: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
+    derived_fields: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
     wrong_key_hint: ClassVar[str] = (
         " In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=)."
     )
@@ -108,7 +108,7 @@ class DataSection(ObjectTable, table="data"):
 class PartitionSection(ObjectTable, table="partition"):
     """How examples are divided among clients."""
 
-    filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
+    derived_fields: ClassVar[tuple[str, ...]] = ("clients", "seed")
     name: str = "iid"
     """How the training examples are split among clients."""
     clients: Annotated[int, Ge(1), Le(10_000_000)] = 100
@@ -283,7 +283,7 @@ class ClientSection(ObjectTable, table="client"):
 class CohortSection(ObjectTable, table="cohort"):
     """How the clients of a round are sampled."""
 
-    filled: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
+    derived_fields: ClassVar[tuple[str, ...]] = ("population", "adjacency", "rounds")
     name: str = "full"
     """How the clients of a round are sampled."""
 

@@ -178,7 +178,7 @@ class ObjectTable(ConfigTable):
         Kind in `fedsim.registry`; by default the last part of the table's name.
     selector : str
         The key that names the thing.
-    filled : tuple of str
+    derived_fields : tuple of str
         Fields of such things that other keys of a config determine.
     note : str
         End of the message that refuses a key of another thing.
@@ -191,7 +191,7 @@ class ObjectTable(ConfigTable):
 
     kind: ClassVar[str]
     selector: ClassVar[str] = "name"
-    filled: ClassVar[tuple[str, ...]] = ()
+    derived_fields: ClassVar[tuple[str, ...]] = ()
     wrong_key_hint: ClassVar[str] = ""
 
     def __init_subclass__(cls, table: str = "") -> None:
@@ -220,36 +220,39 @@ class ObjectTable(ConfigTable):
             raise AttributeError(f"[{self.table}] has no key {name!r}") from None
 
     @property
-    def chosen(self) -> str:
+    def selected_name(self) -> str:
         """Name of the chosen thing."""
         return str(getattr(self, self.selector))
 
     def find(self) -> Callable[..., Any]:
         """Import the chosen class or function."""
-        return registry.find(self.kind, self.registered(self.chosen), self.key(self.selector))
+        return registry.find(
+            self.kind, self.registered(self.selected_name), self.key(self.selector)
+        )
 
     def settings_for(
-        self, factory: Callable[..., Any], filled: Collection[str] = ()
+        self, factory: Callable[..., Any], derived: Collection[str] = ()
     ) -> Mapping[str, Any]:
         """Keyword arguments of the chosen thing, by Python name; checks options.
 
         Raises
         ------
         FedsimError
-            If options do not fit the thing, or one is ``filled`` by other keys.
+            If options do not fit the thing, or one is ``derived`` from other keys.
         """
-        if not self.has_options(self.chosen):
+        if not self.has_options(self.selected_name):
             return self.object_settings
-        return arguments_of(factory, self.chosen, self.options, self.key("options"), filled)
+        name = self.selected_name
+        return arguments_of(factory, name, self.options, self.key("options"), derived)
 
     @property
     def settings_by_key(self) -> Mapping[str, Any]:
         """The chosen thing's settings or options by key, as a config writes them."""
-        settings = self.declared_settings(self.chosen)
+        settings = self.declared_settings(self.selected_name)
         return self.options or {s.key: s.write(self.object_settings[s.name]) for s in settings}
 
-    def make(self, **filled: Any) -> Any:
-        """Make the chosen thing, with those of the arguments ``filled`` that it takes.
+    def make(self, **derived: Any) -> Any:
+        """Make the chosen thing, with those of the arguments ``derived`` that it takes.
 
         Raises
         ------
@@ -258,16 +261,17 @@ class ObjectTable(ConfigTable):
             the user's own code are passed on unchanged.
         """
         # fedsim's own need no search of the directory, which would cost more than all the rest.
-        with registry.current_directory_importable() if ":" in self.chosen else nullcontext():
+        is_path = ":" in self.selected_name
+        with registry.current_directory_importable() if is_path else nullcontext():
             maker = self.find()
-            instance = maker(**self.settings_for(maker, tuple(filled)), **accepted(maker, filled))
-        registry.require_kind(self.kind, instance, self.key(self.selector), self.chosen)
+            instance = maker(**self.settings_for(maker, tuple(derived)), **accepted(maker, derived))
+        registry.require_kind(self.kind, instance, self.key(self.selector), self.selected_name)
         return instance
 
     def to_tree(self) -> dict[str, Any]:
         """Nested mapping as for any table: first the selector, then the thing's settings."""
-        chosen, tree = {self.selector: self.chosen}, super().to_tree()
-        if self.has_options(self.chosen):
+        chosen, tree = {self.selector: self.selected_name}, super().to_tree()
+        if self.has_options(self.selected_name):
             return {**chosen, **tree, "options": dict(self.options)}
         return {**chosen, **self.settings_by_key, **tree}
 
@@ -289,12 +293,12 @@ class ObjectTable(ConfigTable):
 
     @classmethod
     def declared_settings(cls, name: str) -> tuple[Setting, ...]:
-        """Settings that a thing adds to the table, without ``filled``; none for ``module:name``."""
+        """Settings that a thing adds, without ``derived_fields``; none for ``module:name``."""
         name, key = cls.registered(name), cls.key(cls.selector)
         if name not in registry.names(cls.kind) or cls.has_options(name):
             return ()
         factory = registry.find(cls.kind, name, key)
-        settings = tuple(s for s in settings_of(factory) if s.name not in cls.filled)
+        settings = tuple(s for s in settings_of(factory) if s.name not in cls.derived_fields)
         fields = {setting.name for setting in settings_of(cls)}
         if clash := {"object_settings", "options", *fields} & {
             setting.name for setting in settings

@@ -31,8 +31,8 @@ class NumberType:
     width: ClassVar[int] = 1
 
     @property
-    def free(self) -> bool:
-        """Whether no range is declared."""
+    def is_unscaled(self) -> bool:
+        """Whether the numbers are used as they are: no range is declared to scale them from."""
         return math.isnan(self.low)
 
     def read(self, values: Column, protected: bool) -> npt.NDArray[Any]:
@@ -51,7 +51,7 @@ class NumberType:
         unusable = ~np.isfinite(numbers)
         if unusable.any() and not protected:
             raise UnusableError(int(unusable.argmax()), "a finite number")
-        if not self.free:
+        if not self.is_unscaled:
             return (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low)
         too_large = abs(numbers) > np.finfo(np.float32).max
         if too_large.any() and not protected:
@@ -61,7 +61,9 @@ class NumberType:
     @property
     def words(self) -> str:
         """The type in words."""
-        return "number" if self.free else f"number scaled from {self.low:.15g}:{self.high:.15g}"
+        return (
+            "number" if self.is_unscaled else f"number scaled from {self.low:.15g}:{self.high:.15g}"
+        )
 
     def features(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The numbers as one feature, ``[N, 1]``."""
@@ -69,7 +71,7 @@ class NumberType:
 
     def feature_names(self, column: str) -> list[str]:
         """Name of the feature; its range, by which it is scaled, is part of the name."""
-        scale = "" if self.free else f" scaled from {self.low:.15g}:{self.high:.15g}"
+        scale = "" if self.is_unscaled else f" scaled from {self.low:.15g}:{self.high:.15g}"
         return [column + scale]
 
 
@@ -78,7 +80,7 @@ class CategoryType:
     """A column of categories, declared or found in the data."""
 
     values: tuple[str, ...] = ()
-    free: ClassVar[bool] = False
+    is_unscaled: ClassVar[bool] = False
 
     @property
     def width(self) -> int:

@@ -143,7 +143,7 @@ def arrays_of_tables(
     if normalize:
         mean, std = reader.scaling(arrays["x"])
         # Decided by the types alone: what a private run refuses must not depend on the values.
-        if any(kinds[name].free for name in roles.inputs):
+        if any(kinds[name].is_unscaled for name in roles.inputs):
             found_in["mean"] = "train"
     elif not protected:
         reader.warn_of_large_scales(train, arrays["x"])
@@ -188,7 +188,7 @@ def _refuse_found(
     """Refuse, before looking at any value, what would be found in the rows of a private run."""
     if not declared.keys() >= {*roles.inputs, roles.target}:
         raise FedsimError(FOUND["types"].format(name=where))
-    if normalize and any(declared[name].free for name in roles.inputs):
+    if normalize and any(declared[name].is_unscaled for name in roles.inputs):
         raise FedsimError(FOUND["mean"].format(name=where))
 
 
@@ -301,9 +301,11 @@ class _Reader:
 
     def scaling(self, x: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of numbers without a range; 0 and 1 for other features."""
-        free = np.concatenate([[kind.free] * kind.width for _, kind in self._input_types()])
-        mean = np.where(free, x.mean(0, dtype=np.float64), 0.0)
-        std = np.where(free, x.std(0, dtype=np.float64), 1.0)
+        unscaled = np.concatenate(
+            [[kind.is_unscaled] * kind.width for _, kind in self._input_types()]
+        )
+        mean = np.where(unscaled, x.mean(0, dtype=np.float64), 0.0)
+        std = np.where(unscaled, x.std(0, dtype=np.float64), 1.0)
         return mean.tolist(), np.where(std > 0, std, 1.0).tolist()
 
     def descriptions(
@@ -319,7 +321,7 @@ class _Reader:
                 words = f"target, {classes or self.types[name].words}"
             elif name in self.roles.inputs:
                 kind = self.types[name]
-                words = kind.words + (", normalised" if normalize and kind.free else "")
+                words = kind.words + (", normalised" if normalize and kind.is_unscaled else "")
             else:
                 words = others.get(name, "ignored")
             lines.append(f"{name}: {words}")
@@ -369,7 +371,7 @@ class _Reader:
         start, unscaled = 0, []
         for name, kind in self._input_types():
             values = x[:, start].astype(np.float64)
-            is_number = kind.free and not _no_input(table[name], kind)
+            is_number = kind.is_unscaled and not _no_input(table[name], kind)
             if is_number and len(x) and np.sqrt(np.mean(values**2)) > LARGE_SCALE:
                 unscaled.append((name, values.min(), values.max()))
             start += kind.width

@@ -109,15 +109,15 @@ class Partition(ABC):
 
     Attributes
     ----------
-    drawn : bool
+    depends_on_seed : bool
         Whether the assignment depends on the seed. If so, runs of different seeds have different
         clients, so that their privacy costs cannot be composed for one client.
-    words : str
+    title_format : str
         Name in headings, with fields as ``{0.field}``; empty for the class's name.
     """
 
-    drawn: ClassVar[bool] = True
-    words: ClassVar[str] = ""
+    depends_on_seed: ClassVar[bool] = True
+    title_format: ClassVar[str] = ""
     clients: int
     seed: int
 
@@ -155,13 +155,13 @@ class Partition(ABC):
         """
         generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
         examples = Examples(np.asarray(targets), columns or {})
-        parts = self.deal(examples, generator)
-        if not isinstance(parts, Iterable):
+        dealt = self.deal(examples, generator)
+        if not isinstance(dealt, Iterable):
             raise FedsimError(
                 f"partition.name names {type(self).__name__}, whose deal gives a "
-                f"{type(parts).__name__}; it must give the positions of each client's examples."
+                f"{type(dealt).__name__}; it must give the positions of each client's examples."
             )
-        by_client = [np.sort(np.asarray(indices)) for indices in parts]
+        by_client = [np.sort(np.asarray(indices)) for indices in dealt]
         _require_disjoint(by_client, len(examples), type(self).__name__)
         return [indices.astype(np.int64, copy=False) for indices in by_client]
 
@@ -178,7 +178,7 @@ class Partition(ABC):
     @property
     def title(self) -> str:
         """Name, parameters and number of clients, for a heading."""
-        words = (self.words or type(self).__name__).format(self)
+        words = (self.title_format or type(self).__name__).format(self)
         return f"{words}, {self.clients:,} client{'s' * (self.clients != 1)}"
 
     @abstractmethod
@@ -226,7 +226,7 @@ def _require_disjoint(by_client: Sequence[Ints], count: int, name: str) -> None:
 
 
 @check_arguments
-def subsample(parts: Sequence[Ints], at_most: int, *, seed: int) -> list[Ints]:
+def subsample(client_indices: Sequence[Ints], at_most: int, *, seed: int) -> list[Ints]:
     """Keep ``at_most`` examples of each client, drawn uniformly without replacement.
 
     A client's draw depends only on the seed, its id and its own examples. Use it for a smaller
@@ -246,7 +246,7 @@ def subsample(parts: Sequence[Ints], at_most: int, *, seed: int) -> list[Ints]:
         )
         return np.sort(generator.choice(indices, size=at_most, replace=False))
 
-    return [keep(client, indices) for client, indices in enumerate(parts)]
+    return [keep(client, indices) for client, indices in enumerate(client_indices)]
 
 
 def require_clients(clients: int, at_least: int = 1, why: str = "") -> None:
@@ -325,12 +325,12 @@ def hold_out(
     return np.setdiff1d(np.arange(examples), validation, assume_unique=True), validation
 
 
-def class_counts(labels: Ints, parts: Sequence[Ints], num_classes: int) -> Ints:
+def class_counts(labels: Ints, client_indices: Sequence[Ints], num_classes: int) -> Ints:
     """Count the examples of each class that each client has, int64 ``[n, num_classes]``."""
-    owner = np.repeat(np.arange(len(parts)), [len(indices) for indices in parts])
-    cell = owner * num_classes + labels[np.concatenate(parts)]
-    counts = np.bincount(cell, minlength=len(parts) * num_classes)
-    return counts.reshape(len(parts), num_classes).astype(np.int64)
+    owner = np.repeat(np.arange(len(client_indices)), [*map(len, client_indices)])
+    cell = owner * num_classes + labels[np.concatenate(client_indices)]
+    counts = np.bincount(cell, minlength=len(client_indices) * num_classes)
+    return counts.reshape(len(client_indices), num_classes).astype(np.int64)
 
 
 def class_shares(counts: Ints) -> Floats:

@@ -37,8 +37,8 @@ class ByOwner(Partition):
         Not used: nothing is drawn.
     """
 
-    drawn: ClassVar[bool] = False
-    words: ClassVar[str] = "by {0.column}"
+    depends_on_seed: ClassVar[bool] = False
+    title_format: ClassVar[str] = "by {0.column}"
     clients: int = 100
     column: str = "owner"
     """The column of the data that has the owner of each example."""

@@ -43,16 +43,16 @@ def for_flower(partition: Partition, partition_by: str = "label") -> Any:
     class Ours(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
-            self._parts: list[Ints] | None = None
+            self._client_indices: list[Ints] | None = None
 
         @property
         def num_partitions(self) -> int:
             return partition.clients
 
         def load_partition(self, partition_id: int) -> Any:
-            if self._parts is None:
-                self._parts = partition.indices(np.asarray(self.dataset[partition_by]))
-            return self.dataset.select(self._parts[partition_id])
+            if self._client_indices is None:
+                self._client_indices = partition.indices(np.asarray(self.dataset[partition_by]))
+            return self.dataset.select(self._client_indices[partition_id])
 
     return Ours()
 
@@ -71,8 +71,8 @@ class FromFlower(Partition):
         The column from which it takes labels.
     """
 
-    drawn: ClassVar[bool] = False
-    words: ClassVar[str] = "Flower's {0.partitioner.__class__.__name__}"
+    depends_on_seed: ClassVar[bool] = False
+    title_format: ClassVar[str] = "Flower's {0.partitioner.__class__.__name__}"
     partitioner: Any
     clients: int
     partition_by: str = "label"

@@ -61,7 +61,7 @@ class Dirichlet(Partition):
     seed : int
     """
 
-    words: ClassVar[str] = "Dirichlet (alpha = {0.alpha:g})"
+    title_format: ClassVar[str] = "Dirichlet (alpha = {0.alpha:g})"
     alpha: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.5
     """The concentration parameter: small for clients with few classes, large for similar
     clients."""
@@ -105,7 +105,7 @@ class Shards(Partition):
         Seed for dealing the shards to clients; the shards themselves do not depend on it.
     """
 
-    words: ClassVar[str] = "shards ({0.shards} a client)"
+    title_format: ClassVar[str] = "shards ({0.shards} a client)"
     shards: Annotated[int, Ge(1)] = 2
     """The number of shards of each client: 2 in McMahan et al., 5 in Das et al."""
     clients: int = 100
@@ -154,7 +154,7 @@ class InterpolatedPathological(Partition):
     seed : int
     """
 
-    words: ClassVar[str] = "interpolated pathological (randomness = {0.randomness:g})"
+    title_format: ClassVar[str] = "interpolated pathological (randomness = {0.randomness:g})"
     randomness: Annotated[float, Ge(0), Le(1)] = 0.0
     """rho: 0 for clients with their group's classes only, 1 for uniform."""
     groups: Annotated[
@@ -205,7 +205,7 @@ class InterpolatedPathological(Partition):
                 f"partition.groups lack the class{'es' * (len(ungrouped) > 1)} "
                 f"{', '.join(map(str, ungrouped))}; every class of the data must be in one."
             )
-        parts: list[Ints] = []
+        by_client: list[Ints] = []
         for group, members in enumerate(np.array_split(np.arange(self.clients), len(self.groups))):
             positions = generator.permutation(np.flatnonzero(groups == group))
             if len(positions) < len(members):
@@ -214,8 +214,8 @@ class InterpolatedPathological(Partition):
                     f"{len(positions)} training examples for {len(members)} clients; there must "
                     "be at least one for each."
                 )
-            parts += np.array_split(positions, len(members))
-        return parts
+            by_client += np.array_split(positions, len(members))
+        return by_client
 
 
 def write_groups(groups: Groups) -> str:

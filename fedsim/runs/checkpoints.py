@@ -370,10 +370,10 @@ class Checkpointing:
         else:
             tasks[0]()
 
-    def save(self, done: int, *, again: bool = False) -> None:
-        """Save the state after the last round, unless it is saved and need not be ``again``."""
+    def save(self, done: int, *, force: bool = False) -> None:
+        """Save the state after the last round, if it is not saved yet, or ``force``."""
         self.wait()
-        if self._settings.every and (again or done != self._saved):
+        if self._settings.every and (force or done != self._saved):
             self._metrics.sync()
             self._checkpoints.save(self._state())
             self._saved = done

@@ -33,7 +33,7 @@ class RunData:
     ----------
     dataset : Dataset
         The data set, on the run's device.
-    parts : list of int64 arrays
+    client_indices : list of int64 arrays
         Indices of each client's training examples.
     held_out : int64 array
         Indices of training examples held out for validation; may be empty.
@@ -43,11 +43,11 @@ class RunData:
         In a private run, which of ``test`` and ``validation`` are clients' own examples: its
         guarantee does not cover metrics on them.
     all_sizes : collection of int, optional
-        All clients' numbers of examples, if ``parts`` has one client's data only.
+        All clients' numbers of examples, if ``client_indices`` has one client's data only.
     """
 
     dataset: Dataset
-    parts: list[Ints]
+    client_indices: list[Ints]
     held_out: Ints
     client_test_indices: list[Ints] | None = None
     client_splits: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class RunData:
     @property
     def sizes(self) -> set[int]:
         """The different numbers of training examples that clients have here, without 0."""
-        return {len(indices) for indices in self.parts if len(indices)}
+        return {len(indices) for indices in self.client_indices if len(indices)}
 
     @property
     def planned_sizes(self) -> Collection[int]:
@@ -135,10 +135,12 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
 
 
-def client_data(dataset: Dataset, split: Split, parts: list[Ints]) -> ClientData:
+def client_data(dataset: Dataset, split: Split, client_indices: list[Ints]) -> ClientData:
     """Examples of a data set's split with their clients' indices and the data's normalisation."""
     unusable = split.columns.get(UNUSABLE)
-    return ClientData(split.x, split.y, parts, *input_statistics(dataset), split.mask, unusable)
+    return ClientData(
+        split.x, split.y, client_indices, *input_statistics(dataset), split.mask, unusable
+    )
 
 
 def all_test_examples(dataset: Dataset) -> ClientData:
@@ -212,18 +214,20 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
         held_out = held_out[_usable_rows(train, held_out)]
     targets = train.y.cpu().numpy()[training]
     columns = {name: column[training] for name, column in train.columns.items()}
-    parts = [training[indices] for indices in partition.indices(targets, columns)]
-    if len(parts) != config.partition.clients:
+    client_indices = [training[indices] for indices in partition.indices(targets, columns)]
+    if len(client_indices) != config.partition.clients:
         raise FedsimError(
-            f"{partition} deals examples to {len(parts)} clients, and partition.clients = "
+            f"{partition} deals examples to {len(client_indices)} clients, and partition.clients = "
             f"{config.partition.clients}, the declared population; they must be the same."
         )
     if private and isinstance(partition, partitions.ByOwner):
         partition.require_every_client_an_owner(columns)
     if config.partition.max_examples:
-        parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
+        client_indices = partitions.subsample(
+            client_indices, config.partition.max_examples, seed=config.seed
+        )
     tests = partition.test_indices(columns, test.columns)
-    return RunData(dataset, parts, held_out, tests, client_splits)
+    return RunData(dataset, client_indices, held_out, tests, client_splits)
 
 
 def _usable_rows(train: Split, rows: Ints) -> npt.NDArray[np.bool_]:
@@ -322,5 +326,5 @@ def data_shape(data: RunData) -> dict[str, Any]:
     return {
         "x": [str(x.dtype), list(x.shape[1:])],
         "y": [str(y.dtype), list(y.shape[1:])],
-        "sizes": [len(indices) for indices in data.parts],
+        "sizes": [len(indices) for indices in data.client_indices],
     }

@@ -130,9 +130,9 @@ def metrics(config: RunConfig) -> dict[str, Metric]:
                 f"task.metrics = '{config.task.metrics}' has two that would be called '{label}'; "
                 "once is enough, and others must have other names or options."
             )
-        table, filled = f"task.metrics.{name}", _outputs_and_targets_names(factory)
+        table, derived = f"task.metrics.{name}", _outputs_and_targets_names(factory)
         by_label[label] = tasks.metric_of(
-            factory, arguments_of(factory, name, options, table, filled)
+            factory, arguments_of(factory, name, options, table, derived)
         )
     return by_label
 

@@ -125,7 +125,7 @@ def resolve(
     overrides = overrides or ObjectOverrides()
     data = data or resolve_data(config, overrides)
     dataset, tests = data.dataset, data.client_test_indices
-    clients = client_data(dataset, dataset.train, data.parts)
+    clients = client_data(dataset, dataset.train, data.client_indices)
     test = None if tests is None else client_data(dataset, dataset.test, tests)
 
     model, notes = initial_model(config, dataset, overrides)
@@ -290,7 +290,7 @@ def make_strategy(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
     sizes = None
     if client.private and config.mechanism.name == "none" and weighs_by_size:
         # Private clients do not report their sizes; those of the split are public.
-        sizes = [len(indices) for indices in resolved.data.parts]
+        sizes = [len(indices) for indices in resolved.data.client_indices]
     return DPFedAvg(
         plan=resolved.plan,
         delta=config.noise.delta,

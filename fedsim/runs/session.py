@@ -176,7 +176,7 @@ class Session:
             self._checkpoints.begin(fixed=evidence and self.strategy.plan.closed)
         if self._rows[-1:] != before and self._directory is not None and self._checkpoints:
             self._directory.metrics_file.start(self._round_rows.columns, self._rows)
-            self._checkpoints.save(self.strategy.rounds_done, again=True)
+            self._checkpoints.save(self.strategy.rounds_done, force=True)
         self._stop_if_requested()
         return rounds_of(
             self.strategy,

@@ -108,7 +108,7 @@ class NumberLoss(ExampleLoss):
     """A loss of numbers: the mean of a separate loss for each of an example's targets."""
 
     @abstractmethod
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def elementwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each number, in the shape of outputs and targets."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -118,12 +118,12 @@ class NumberLoss(ExampleLoss):
         counts = ~targets.isnan()
         # Masked before and after: NaN times zero is NaN, in the gradient too.
         outputs, targets = torch.where(counts, outputs, 0.0), torch.where(counts, targets, 0.0)
-        return mean_over(self.each(outputs, targets), counts)
+        return mean_over(self.elementwise(outputs, targets), counts)
 
     def without_mask(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The same loss in fewer operations, if no target is NaN; gradients differ by rounding."""
         outputs = like_targets(outputs, targets)
-        losses = self.each(outputs, targets.to(outputs))
+        losses = self.elementwise(outputs, targets.to(outputs))
         if losses.dim() == 1:
             return losses
         losses = losses.flatten(1)
@@ -171,7 +171,7 @@ class BinaryCrossEntropy(NumberLoss):
     positive_weight: Annotated[float, Gt(0)] = 1.0
     """The weight of positive labels; above 1 where they are rare."""
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def elementwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy of each logit and label."""
         rare = None if self.positive_weight == 1 else outputs.new_tensor(self.positive_weight)
         return torch.nn.functional.binary_cross_entropy_with_logits(
@@ -184,7 +184,7 @@ class BinaryCrossEntropy(NumberLoss):
 class SquaredError(NumberLoss):
     """Mean of ``(output - target)^2`` over the targets of an example."""
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def elementwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``(output - target)^2``."""
         return (outputs - targets).square()
 
@@ -194,7 +194,7 @@ class SquaredError(NumberLoss):
 class AbsoluteError(NumberLoss):
     """Mean of ``|output - target|`` over the targets of an example."""
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def elementwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``|output - target|``."""
         return (outputs - targets).abs()
 
@@ -211,7 +211,7 @@ class Huber(NumberLoss):
     delta: Annotated[float, Gt(0)] = 1.0
     """The error beyond which the loss grows linearly."""
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def elementwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Quadratic up to delta, linear beyond."""
         gap = outputs - targets
         return torch.nn.functional.huber_loss(
@@ -230,7 +230,7 @@ class QuantileError(NumberLoss):
     quantile: Annotated[float, Gt(0), Lt(1)] = 0.5
     """q: the share of targets below the output."""
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def elementwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``max(-q e, (1 - q) e)``."""
         gap = outputs - targets
         return torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)

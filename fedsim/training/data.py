@@ -163,9 +163,9 @@ class ClientData:
             )
 
 
-def _require_positions(parts: Sequence[object], first: int) -> None:
-    """Refuse ``parts`` of clients ``first``, ``first + 1``, ... that are not integer arrays."""
-    for client, part in enumerate(parts, first):
+def _require_positions(client_indices: Sequence[object], first: int) -> None:
+    """Refuse positions of clients ``first``, ``first + 1``, ... that are not integer arrays."""
+    for client, part in enumerate(client_indices, first):
         if not (
             isinstance(part, np.ndarray)
             and part.ndim == 1

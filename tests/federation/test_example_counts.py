@@ -65,7 +65,7 @@ def test_a_config_declares_the_sizes_of_its_partition() -> None:
     )
     resolved = resolve(config)
     declared = declared_in_messages(resolved)
-    assert declared == [len(part) for part in resolved.data.parts]
+    assert declared == [len(part) for part in resolved.data.client_indices]
     uniform = resolve(config.replace(**{"mechanism.weighting": "uniform"}))
     assert declared_in_messages(uniform) == [None] * 9
 

@@ -237,7 +237,7 @@ def test_a_partition_that_deals_to_fewer_clients_than_declared_is_refused() -> N
         _ = resolve(
             config(**{"partition.clients": 4}),
             overrides=ObjectOverrides(partition=OneTooFew(clients=4)),
-        ).data.parts
+        ).data.client_indices
 
 
 def test_a_strategy_of_flowers_takes_the_place_of_the_server_table() -> None:

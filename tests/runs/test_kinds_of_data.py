@@ -80,7 +80,7 @@ def text(tmp_path: Path) -> str:
 
 def test_authors_are_clients_and_evaluate_on_their_own_test_examples(text: str) -> None:
     resolved = resolve(config(text))
-    assert [len(part) for part in resolved.data.parts] == [1, 2, 3, 4, 5, 6]
+    assert [len(part) for part in resolved.data.client_indices] == [1, 2, 3, 4, 5, 6]
     assert [len(part) for part in resolved.data.client_test_indices] == [1, 2, 0, 3, 0, 1]
     result = fedsim.run(config(text))
     last = result.metrics[-1]
@@ -106,18 +106,18 @@ def test_examples_that_are_held_out_are_in_nobodys_hands(text: str) -> None:
     held = config(text, **{"data.validation": 0.3})
     resolved = resolve(held)
     dealt = resolved.data
-    everything = np.concatenate([*dealt.parts, dealt.held_out])
+    everything = np.concatenate([*dealt.client_indices, dealt.held_out])
     np.testing.assert_array_equal(np.sort(everything), np.arange(21))
     assert len(dealt.held_out) == 6
-    assert min(map(len, dealt.parts)) == 1
+    assert min(map(len, dealt.client_indices)) == 1
     owners = resolved.data.dataset.train.columns["owner"]
-    for client, part in enumerate(dealt.parts):
+    for client, part in enumerate(dealt.client_indices):
         assert set(owners[part]) == {f"author {client}"}
     result = fedsim.run(held)
     assert {"validation-loss", "validation-perplexity"} <= result.metrics[-1].keys()
     for amount in (0.9, 16, 21.5, -1):
         with pytest.raises(FedsimError, match=r"data\.validation"):
-            resolve(config(text, **{"data.validation": amount})).data.parts  # noqa: B018
+            resolve(config(text, **{"data.validation": amount})).data.client_indices  # noqa: B018
 
 
 OTHERS = {"owner_test": np.array(["somebody else"] * 9)}

@@ -93,9 +93,9 @@ class _SharedTrainer:
             _OffsetRandomness(seed_or_none(run.config), run.release, offset=offset)
             for run, offset in zip(runs, self._offsets, strict=True)
         ]
-        parts = [indices for run in runs for indices in run.data.parts]
+        client_indices = [indices for run in runs for indices in run.data.client_indices]
         dataset = runs[0].data.dataset
-        data = client_data(dataset, dataset.train, parts)
+        data = client_data(dataset, dataset.train, client_indices)
         self._trainer: Trainer = runs[0].trainer_for(data)
         self._trainers = [run.trainer for run in runs]
 
