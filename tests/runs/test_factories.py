@@ -54,11 +54,13 @@ TABLES: list[type[ObjectTable]] = [
 def test_a_table_has_the_settings_of_what_it_names_at_their_defaults(
     section: type[ObjectTable], name: str
 ) -> None:
-    chosen = {f"{section.table}.{section.selector}": name}
+    chosen: dict[str, Any] = {f"{section.table}.{section.selector}": name}
     if section is MechanismSection and name not in {"none", "krum", "median", "trimmed-mean"}:
         chosen["noise.multiplier"] = 1.0
     if name == "mlp":
         chosen["model.widths"] = 8
+    if name == "buffered":
+        chosen["devices.seconds-per-step"] = 1.0
     table = getattr(config(**chosen), section.table)
     settings = section.declared_settings(name)
     defaults = {s.name: s.default for s in settings if s.default is not REQUIRED}
