@@ -277,7 +277,8 @@ def test_eta_0_does_not_matter_where_all_starts_end_close_together(
     other: float, close: bool | None, data: Path
 ) -> None:
     experiment = load(COMMITTED / "koskela-frozen", data=data)
-    report = made_up(experiment, lambda member: other if "adadp-lr rate=1 " in member else 0.5)
+    starts = ("adadp-lr rate=1 ", "adadp-lr full rate=1 ")
+    report = made_up(experiment, lambda member: other if member.startswith(starts) else 0.5)
     assert {claim.name: claim.reproduced for claim in report.claims}["starts-sigma2"] is close
 
 
