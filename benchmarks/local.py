@@ -49,7 +49,7 @@ from fedsim.federation.rounds import rounds_of
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData
-from fedsim.training.paths.choice import KernelName
+from fedsim.training.paths.path_choice import KernelName
 
 CLIP_NORM, NOISE = 1.0, 1.0
 AIMS = {"softmax": 0.10, "mlp": 0.40}

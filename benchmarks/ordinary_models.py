@@ -35,7 +35,7 @@ from fedsim.clients import SGD
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
-from fedsim.training.paths.choice import KernelName, PathName
+from fedsim.training.paths.path_choice import KernelName, PathName
 
 STEPS, MAX_CLIENTS, TURN = 10, 8, 0.4
 """Steps per client, most clients, and approximate CPU seconds of one side's turn."""

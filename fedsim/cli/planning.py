@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fedsim.runs.private_statistics import StatisticsResult
     from fedsim.training import Trainer
-    from fedsim.training.paths.choice import PathName
+    from fedsim.training.paths.path_choice import PathName
 
 
 CLEAR_RATIO = 1.03

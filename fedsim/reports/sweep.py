@@ -25,7 +25,7 @@ from fedsim.runs.metrics import display_name
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import calibrated
 from fedsim.runs.run_ledgers import RunLedgers, RunOutcome
-from fedsim.runs.sweep.search import Setting, SweepRun
+from fedsim.runs.sweep.grid import Setting, SweepRun
 
 
 def read_runs(

@@ -35,7 +35,7 @@ from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.frozen_stem import split_frozen_stem
-from fedsim.training.paths.choice import most_rows
+from fedsim.training.paths.path_choice import most_rows
 
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Any:

@@ -33,7 +33,7 @@ from fedsim.tasks.losses import BinaryCrossEntropy, CrossEntropy, is_fedsims_own
 from fedsim.training import Trainer
 from fedsim.training.evaluation import WIDTH, evaluate_clients
 from fedsim.training.own_state import OwnState
-from fedsim.training.paths.choice import TrainedModel
+from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.structure.tables import has_hooks
 from fedsim.training.trainer_checks import loss_on

@@ -2,11 +2,11 @@
 
 Where to begin: `trainer` (the parts), `local_rounds` (a block's round, from received parameters to
 trained ones) and `steps`, with `plain_steps` or `private_steps` for a single step. Then `paths`,
-the ways to compute a step's gradients: `paths.choice` has the rule that picks one, `paths.program`
-the fast path for chains of layers, `paths.plain` the path that takes every model, `paths.examples`
-per-example gradients. What a model does is read from its graph in `structure.reading`, tested on
-made-up examples in `probe`, and checked for side effects in `side_effects`. The rest:
-`client_state`, `payload`, and `graphs` (CUDA graphs).
+the ways to compute a step's gradients: `paths.path_choice` has the rule that picks one,
+`paths.program` the fast path for chains of layers, `paths.plain` the path that takes every model,
+`paths.examples` per-example gradients. What a model does is read from its graph in
+`structure.reading`, tested on made-up examples in `probe`, and checked for side effects in
+`side_effects`. The rest: `client_state`, `payload`, and `graphs` (CUDA graphs).
 """
 
 from __future__ import annotations

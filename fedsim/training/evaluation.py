@@ -25,8 +25,8 @@ from fedsim.training import trainer_checks
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
 from fedsim.training.own_state import OwnState
-from fedsim.training.paths.choice import Path, TrainedModel
 from fedsim.training.paths.func import FuncPath
+from fedsim.training.paths.path_choice import Path, TrainedModel
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program
 from fedsim.training.side_effects import EVALUATION, Seeds, reproducible_arithmetic, seeded

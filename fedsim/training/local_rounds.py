@@ -25,8 +25,8 @@ from fedsim.training.batches import (
 )
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
-from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import GradientMethod
+from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.payload import PERSONAL, Payload, ReceivedVectors
 from fedsim.training.plain_steps import plain_loop
 from fedsim.training.private_steps import PrivateLoop, max_chunk

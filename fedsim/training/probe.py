@@ -21,15 +21,20 @@ from torch import Tensor
 from fedsim.errors import FedsimError, printable
 from fedsim.models.parameters import call_with
 from fedsim.training.own_state import OwnState
-from fedsim.training.paths.choice import TrainedModel
 from fedsim.training.paths.examples import (
     GradientMethod,
-    OneByOne,
     OpacusMethod,
+    SingleExampleMethod,
     VmapMethod,
     is_recurrent,
 )
-from fedsim.training.paths.factored import Hooked, ProgramMethod, owned_by_layers, product_layers
+from fedsim.training.paths.factored import (
+    HookMethod,
+    ProgramMethod,
+    owned_by_layers,
+    product_layers,
+)
+from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.side_effects import reproducible_arithmetic, seeded
 
 _log = logging.getLogger(__name__)
@@ -53,12 +58,12 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
         if program is not None and program.has_example_rows:
             methods.append(ProgramMethod(module, packing, read_loss, program))
         elif layers := product_layers(structure, packing):
-            methods.append(Hooked(module, packing, read_loss, layers))
+            methods.append(HookMethod(module, packing, read_loss, layers))
         if is_recurrent(module) and owned_by_layers(structure, packing):
             methods.append(OpacusMethod(module, packing, read_loss))
     methods.append(VmapMethod(model, packing, loss, state))
     drawing = trained.draws.training or trained.draws.evaluation
-    return [*methods, OneByOne(model, packing, loss, state, drawing)]
+    return [*methods, SingleExampleMethod(model, packing, loss, state, drawing)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fedsim.rows.packing import Packing, empty_rows
 from fedsim.training.batches import Batches
 from fedsim.training.client_state import CarriedState
 from fedsim.training.data import ClientData
-from fedsim.training.paths.choice import Path
+from fedsim.training.paths.path_choice import Path
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.side_effects import Seeds, reproducible_arithmetic
 

@@ -31,7 +31,7 @@ from fedsim.training.evaluation import Evaluation
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
-from fedsim.training.paths import choice
+from fedsim.training.paths import path_choice
 from fedsim.training.payload import Payload, Personal, positions_of
 from fedsim.training.steps import Stepper
 
@@ -122,8 +122,8 @@ class Trainer:
         loss: Loss | None = None,
         metrics: Mapping[str, Metric | Loss] | None = None,
         test: ClientData | None = None,
-        path: choice.PathName = "auto",
-        kernel: choice.KernelName = "auto",
+        path: path_choice.PathName = "auto",
+        kernel: path_choice.KernelName = "auto",
         block_size: int = 0,
         randomness: Randomness,
         device: torch.device | str = "cpu",
@@ -162,8 +162,8 @@ class Trainer:
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
         self.payload = Payload.for_algorithm(self.personal.shared, algorithm)
-        self.kernel = choice.resolve_kernel(kernel, self.device)
-        self.block_size = choice.max_block_clients(
+        self.kernel = path_choice.resolve_kernel(kernel, self.device)
+        self.block_size = path_choice.max_block_clients(
             self.model, self.packing, self.device, block_size
         )
         self.rounds = self._local_rounds(path)
@@ -174,17 +174,17 @@ class Trainer:
             self.trained, self.stepper, self.metrics, evaluated, self.client_state
         )
 
-    def _local_rounds(self, path: choice.PathName) -> LocalRounds:
+    def _local_rounds(self, path: path_choice.PathName) -> LocalRounds:
         model, data, algorithm, packing = self.model, self.data, self.algorithm, self.packing
         private, loss = self.privacy is not None, trainer_checks.loss_on(self.loss, self.device)
         statistics = trainer_checks.check_statistics(
             model, algorithm, self.personal.names, private=private
         )
-        trained = choice.TrainedModel.inspect(
+        trained = path_choice.TrainedModel.inspect(
             model, packing, loss, data, self.kernel, statistics=bool(statistics), private=private
         )
         stepper = Stepper(
-            choice.choose(path, trained, self.device),
+            path_choice.choose(path, trained, self.device),
             data,
             algorithm,
             packing,
@@ -265,7 +265,7 @@ class Trainer:
         """Replace all clients' state by what `state` returned."""
         self.client_state.store.restore(states)
 
-    def on(self, path: choice.PathName, block_size: int = 0) -> Self:
+    def on(self, path: path_choice.PathName, block_size: int = 0) -> Self:
         """A trainer of the same clients on another path, without their state."""
         return self._copy(path=path, block_size=block_size, state=self.client_state.kind)
 

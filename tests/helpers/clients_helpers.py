@@ -8,7 +8,7 @@ from torch import nn
 
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData
-from fedsim.training.paths.choice import TrainedModel
+from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.side_effects import HiddenDraws
 from fedsim.training.structure.reading import read
 

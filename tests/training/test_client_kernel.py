@@ -16,8 +16,8 @@ from fedsim.randomness import Randomness
 from fedsim.runs.factories import make_trainer
 from fedsim.runs.resolve import resolve
 from fedsim.training import Trainer
-from fedsim.training.paths import choice
-from fedsim.training.paths.choice import resolve_kernel
+from fedsim.training.paths import path_choice
+from fedsim.training.paths.path_choice import resolve_kernel
 
 compiled = pytest.mark.skipif(not is_compiled(torch.float32), reason="there is no C compiler")
 CPU = torch.device("cpu")
@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.dense, "is_compiled", lambda dtype: False)
-    choice._can_compile.cache_clear()
+    monkeypatch.setattr(path_choice.dense, "is_compiled", lambda dtype: False)
+    path_choice._can_compile.cache_clear()
     yield
-    choice._can_compile.cache_clear()
+    path_choice._can_compile.cache_clear()
 
 
 def config_with(kernel: str, *others: str) -> RunConfig:
@@ -49,7 +49,7 @@ def test_the_rule_compiles_on_a_cpu_and_not_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_the_rule_takes_torchs_operations_and_says_so_once(caplog) -> None:
-    caplog.set_level(logging.INFO, choice.__name__)
+    caplog.set_level(logging.INFO, path_choice.__name__)
     assert [resolve_kernel("auto", CPU) for _ in range(3)] == ["eager"] * 3
     assert len(caplog.records) == 1
 

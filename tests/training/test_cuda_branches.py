@@ -35,7 +35,7 @@ from fedsim.training import ClientData, trainer_checks
 from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import split_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
-from fedsim.training.paths.choice import choose
+from fedsim.training.paths.path_choice import choose
 from fedsim.training.side_effects import reproducible_arithmetic
 from fedsim.training.steps import StepLoop
 

@@ -16,7 +16,7 @@ from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.gradients import ParameterGradients
-from fedsim.training.paths.choice import PathName
+from fedsim.training.paths.path_choice import PathName
 from fedsim.training.paths.plain import PlainPath
 
 

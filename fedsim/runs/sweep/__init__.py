@@ -1,7 +1,7 @@
 """Sweeps: runs for a grid of values of a config's keys, trained together."""
 
-from fedsim.runs.sweep.running import has_run_ended, run_sweep
-from fedsim.runs.sweep.search import (
+from fedsim.runs.sweep.execution import has_run_ended, run_sweep
+from fedsim.runs.sweep.grid import (
     SweepRun,
     SweepVariant,
     changes_at,

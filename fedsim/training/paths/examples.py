@@ -143,7 +143,7 @@ class VmapMethod(GradientMethod):
 
 
 @dataclass(frozen=True)
-class OneByOne(GradientMethod):
+class SingleExampleMethod(GradientMethod):
     """Per-example gradients by autograd on one example after another.
 
     Examples share nothing: each call starts from the same buffers and attributes and leaves no

@@ -229,7 +229,7 @@ class ProgramMethod(GradientMethod):
 
 
 @dataclass(frozen=True)
-class Hooked(GradientMethod):
+class HookMethod(GradientMethod):
     """Per-example factors from hooks, by one forward and one backward pass of autograd.
 
     For models that were read but are no program: parallel layers, or layers on sequences. The

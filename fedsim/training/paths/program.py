@@ -140,7 +140,7 @@ def _layers(chain: Sequence[_ModuleCall], packing: Packing) -> list[ConvLayer | 
 class Program:
     """A chain of layers and its executor: the same bits for every number of clients.
 
-    It is the layered path (`fedsim.training.paths.choice.Path`).
+    It is the layered path (`fedsim.training.paths.path_choice.Path`).
 
     Attributes
     ----------

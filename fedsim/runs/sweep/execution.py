@@ -26,8 +26,8 @@ from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.resume import resolved_settings
 from fedsim.runs.run_ledgers import RunOutcome
 from fedsim.runs.session import CALLERS_CALLBACKS, Session, failure_sentence, running_sessions
-from fedsim.runs.sweep.search import SweepRun
-from fedsim.runs.sweep.together import advance_in_lockstep
+from fedsim.runs.sweep.grid import SweepRun
+from fedsim.runs.sweep.lockstep import advance_in_lockstep
 
 _log = logging.getLogger("fedsim")
 
