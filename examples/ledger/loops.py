@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.privacy import DeclaredMechanism, Independent, Ledger, ReleasePlan
+from fedsim.privacy.placement import CLIENTS
 
 
 class Charged:
@@ -36,6 +37,7 @@ class ChargedNode:
             sampler=FullCohort(1, adjacency="replace-one"),
             mechanism=DeclaredMechanism("clipping in a mod", clip_norm),
             noise=Independent(multiplier),
+            placement=CLIENTS,
         )
         self.std = multiplier * clip_norm
 
@@ -48,7 +50,7 @@ class ChargedNode:
         moved = {key: trained[key].numpy() - sent[key].numpy() for key in sent}
         norm = np.sqrt(sum(np.square(move).sum() for move in moved.values()))
         scale = min(1.0, self.plan.mechanism.clip_norm / max(norm, 1e-12))
-        with self.ledger.release(self.plan, self.ledger.last_round + 1, "client"):
+        with self.ledger.release(self.plan, self.ledger.last_round + 1):
             draws = np.random.default_rng()  # seeded by the system
             noisy = {
                 key: sent[key].numpy() + scale * move + self.std * draws.standard_normal(move.shape)

@@ -52,7 +52,7 @@ class NoPrivacy(SimpleMechanism):
     keeps_rows: ClassVar[bool] = True
     noiseless_sums: ClassVar[Mapping[str, NoiselessSum]] = {
         "weight": NoiselessSum(WEIGHT_UNIT),
-        "weighted_norm": NoiselessSum(WEIGHTED_NORM_UNIT),  # weight times norm
+        "reach": NoiselessSum(WEIGHTED_NORM_UNIT),  # weight times norm
     }
 
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
@@ -76,7 +76,7 @@ class NoPrivacy(SimpleMechanism):
         """Factor 1 for all rows, NaN for one that has diverged."""
         norms = norms_of(y)
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
-        scalars = {"weight": torch.ones_like(factor), "weighted_norm": norms}
+        scalars = {"weight": torch.ones_like(factor), "reach": norms}
         return BoundedRows(factor, torch.zeros_like(factor, dtype=torch.bool), scalars)
 
     def divisor(self, noiseless_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class NoPrivacy(SimpleMechanism):
             If weights times norms are too large for an exact sum.
         """
         # Only now is it known whether all partial sums were small enough to be exact.
-        weighted_norm = float(noiseless_sums["weighted_norm"].max())
+        weighted_norm = float(noiseless_sums["reach"].max())
         if weighted_norm > MAX_NORM_TOTAL:
             raise FedsimError(
                 f"weights times norms of the updates add up to {weighted_norm:g}; an exact mean "

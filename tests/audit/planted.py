@@ -11,20 +11,15 @@ from torch import Tensor
 from fedsim.cohorts import Cohort, FullCohort
 from fedsim.mechanisms import AdaptiveNoise, Clipping, Mechanism
 from fedsim.mechanisms.base import NoiselessSum
+from fedsim.server_optimizers import ServerOptimizer
 from fedsim.strategies import DPFedAvg
 
 
-class Adding:
-    """A server optimiser that adds the mean and needs no torch."""
+class Adding(ServerOptimizer):
+    """A server optimiser that adds the mean and has no settings."""
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         return vector + update.to(vector.dtype)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def strategies(

@@ -32,6 +32,7 @@ from fedsim.mechanisms import (
 from fedsim.privacy import Ledger
 from fedsim.privacy.laws import FullLaw
 from fedsim.randomness import Randomness
+from fedsim.server_optimizers import ServerOptimizer
 from fedsim.strategies import DPFedAvg, RunFailedError, adam, sgd
 
 D, CLIENTS = 30, 20
@@ -200,7 +201,7 @@ def test_a_state_of_other_tensors_than_are_kept_is_refused(scheduled):
                 run(made(), reached, 6, state={**state, key: wrong})
 
 
-class Unwilling:
+class Unwilling(ServerOptimizer):
     """An optimiser that cannot resume its state."""
 
     def step(self, vector, update):

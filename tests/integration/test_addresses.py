@@ -44,7 +44,7 @@ BOTH_LEVELS = RunConfig().replace(
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
     addresses: list[Address] = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(addresses.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(addresses.append))
     return addresses
 
 

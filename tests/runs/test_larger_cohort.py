@@ -51,7 +51,7 @@ def test_the_larger_cohort_is_charged_and_every_epsilon_is_marked_as_its(tmp_pat
     mark = " (simulated for a cohort of 40)"
     assert row_marks(read_rows(rows[-1])) == mark
     (statement,) = RunRecord.read(tmp_path / "run").statements
-    assert result.privacy.words == statement.words == f"epsilon{mark}"
+    assert result.privacy.epsilon_label == statement.epsilon_label == f"epsilon{mark}"
     assert statement.to_dict()["simulated-cohort"] == 40
     assert statement.to_dict()["adversary"] == []
     first = (

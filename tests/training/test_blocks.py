@@ -180,9 +180,9 @@ def test_a_client_that_raises_among_those_drawn_with_it_fails_alone(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses: list = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(addresses.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(addresses.append))
     blocks = trained(made(guilty=(2, 5), block_size=size, loss=strict))
-    monkeypatch.setattr(Randomness, "watch", None)
+    monkeypatch.setattr(Randomness, "address_observer", None)
     failed = {2: "raised", 5: "raised"}
     wanted = [
         (row[0], failed[row[0]]) if row[0] in failed else row
@@ -203,7 +203,7 @@ def test_examples_that_are_protected_are_charged_and_drawn_a_block_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     addresses: list = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(addresses.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(addresses.append))
     trainer = made(privacy=ExamplePrivacy(Clipping(0.5), 1.0), epochs=None, steps=2)
     ids = np.array([4, 0, 5, 2, 7])
     blocks = trainer.train(trainer.initial(), ids, 1)

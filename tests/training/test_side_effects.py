@@ -134,7 +134,7 @@ def test_a_step_is_a_plain_step_with_the_clients_own_dropout():
 
 def test_every_gradient_evaluation_draws_anew(monkeypatch):
     addresses = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(addresses.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(addresses.append))
     data = make_data(SIZES, features=12)
     trainer = Trainer(
         Functional(), AdadpLR(lr=0.1), data, batch_size=4, steps=6, randomness=Randomness(1)

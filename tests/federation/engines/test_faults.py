@@ -269,7 +269,7 @@ def test_a_client_that_is_run_again_after_its_neighbour_raised_draws_and_is_char
     orders, monkeypatch
 ):
     addresses = []
-    monkeypatch.setattr(Randomness, "watch", staticmethod(addresses.append))
+    monkeypatch.setattr(Randomness, "address_observer", staticmethod(addresses.append))
     privacy = ExamplePrivacy(Clipping(0.5), 1.0)
     for randomness in (Randomness(3), Randomness(None)):
         addresses.clear()

@@ -89,10 +89,10 @@ def test_a_worker_is_lent_no_more_than_its_clients_state():
 
 def test_what_clients_keep_is_all_there_or_not_at_all():
     columns = MemoryStore(3)
-    columns.store({CLIENT_IDS: torch.tensor([1]), "eta": torch.tensor([0.5])}, 1)
+    columns.save({CLIENT_IDS: torch.tensor([1]), "eta": torch.tensor([0.5])}, 1)
     with pytest.raises((RuntimeError, IndexError)):
-        columns.store({CLIENT_IDS: torch.tensor([0, 2]), "eta": torch.tensor([0.1, 0.2, 0.3])}, 1)
-    columns.store({CLIENT_IDS: torch.tensor([2]), "eta": torch.tensor([0.7])}, 1)
+        columns.save({CLIENT_IDS: torch.tensor([0, 2]), "eta": torch.tensor([0.1, 0.2, 0.3])}, 1)
+    columns.save({CLIENT_IDS: torch.tensor([2]), "eta": torch.tensor([0.7])}, 1)
     assert columns.state()["eta"].tolist()[-1] == pytest.approx(0.7)
     assert columns.load(np.array([1]), 2)[1]["eta"].tolist() == [0.5]
 
