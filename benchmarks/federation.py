@@ -141,15 +141,17 @@ class Relay:
             except OSError:  # the SuperLink has ended
                 node.close()
                 continue
-            for source, sink, way in ((node, server, "up"), (server, node, "down")):
-                threading.Thread(target=self._pass, args=(source, sink, way), daemon=True).start()
+            for source, sink, direction in ((node, server, "up"), (server, node, "down")):
+                threading.Thread(
+                    target=self._pass, args=(source, sink, direction), daemon=True
+                ).start()
 
-    def _pass(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+    def _pass(self, source: socket.socket, sink: socket.socket, direction: str) -> None:
         try:
             while data := source.recv(1 << 16):
                 sink.sendall(data)
                 with self._lock:
-                    setattr(self, way, getattr(self, way) + len(data))
+                    setattr(self, direction, getattr(self, direction) + len(data))
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # one side has closed the connection

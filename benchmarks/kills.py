@@ -153,21 +153,21 @@ def die_and_resume(
 ) -> Counter[str]:
     """Let one run die, resume it, and compare it with the expected result."""
     chosen = random.Random(f"{seed} {death.name} {death.job} {number}")
-    seen = Counter(runs=1)
+    counts = Counter(runs=1)
 
     def die(directory: Path) -> None:
         death.before(chosen, seconds)
         run(death.job, directory)
 
     with place_for(death, chosen, root) as directory:
-        seen["died"] += forked(partial(die, directory)) != 0
+        counts["died"] += forked(partial(die, directory)) != 0
         if death.disk is not None:
             death.disk.mend(directory.parent)
         status = forked(partial(run, death.job, directory))
         runs = runs_of(death.job, directory)
-        seen["same"] += status == 0 and [reached(one) for one in runs] == expected[0]
-        seen["heads"] += [heads(one) for one in runs] == expected[1]
-    return seen
+        counts["same"] += status == 0 and [reached(one) for one in runs] == expected[0]
+        counts["heads"] += [heads(one) for one in runs] == expected[1]
+    return counts
 
 
 def main() -> None:
@@ -196,25 +196,27 @@ def main() -> None:
             runs = runs_of(job, root / job)
             expected[job] = [[reached(one) for one in runs], [heads(one) for one in runs]]
         for place, death in enumerate(deaths):
-            seen: Counter[str] = Counter()
+            counts: Counter[str] = Counter()
             for number in range(death.times):
                 where = root / f"{place}-{number}"
-                seen += die_and_resume(
+                counts += die_and_resume(
                     death, number, arguments.seed, where, took[death.job], expected[death.job]
                 )
-            total += seen
-            lines.append(_line(death.name, seen))
+            total += counts
+            lines.append(_line(death.name, counts))
             print(lines[-1], flush=True)
     lines.append(_line("all", total))
-    told = f"Runs of {ROUNDS} rounds, {took[deaths[0].job]:.1f} s; seed {arguments.seed}."
-    text = "\n".join([told, "", *lines])
+    heading = f"Runs of {ROUNDS} rounds, {took[deaths[0].job]:.1f} s; seed {arguments.seed}."
+    text = "\n".join([heading, "", *lines])
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
 
 
-def _line(name: str, seen: Counter[str]) -> str:
-    return f"{name:36} {seen['runs']:5} {seen['died']:5} {seen['same']:5} {seen['heads']:12}"
+def _line(name: str, counts: Counter[str]) -> str:
+    return (
+        f"{name:36} {counts['runs']:5} {counts['died']:5} {counts['same']:5} {counts['heads']:12}"
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from benchmarks.jobs import (
 )
 from benchmarks.memory import measured_peak
 from benchmarks.plain import plain_rounds
-from benchmarks.turns import Side, in_turns, ratio
+from benchmarks.turns import TurnWork, in_turns, ratio
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.federation.engines.process import use_one_thread
@@ -122,7 +122,7 @@ def speed(job: Job, rounds: int) -> dict[str, Any]:
         "plain": plain_rounds(*arguments, **settings),
         "eager": fedsim_rounds(*arguments, **settings, kernel="eager"),
     }
-    sides: dict[str, Side] = {name: partial(_next, loop) for name, loop in loops.items()}
+    sides: dict[str, TurnWork] = {name: partial(_next, loop) for name, loop in loops.items()}
     sides["floor"] = partial(products_alone, job)
     seconds = {name: turns[1:] for name, turns in in_turns(sides, rounds + 1).items()}
     return {

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import LR, SEED
 from benchmarks.ordinary_networks import TASKS, Task
-from benchmarks.turns import Ratio, Side, in_turns, ratio
+from benchmarks.turns import Ratio, TurnWork, in_turns, ratio
 from fedsim.clients import SGD
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.randomness import Draws, Randomness
@@ -130,7 +130,7 @@ def compare(task: Task, batch: int, pairs: int, kernel: KernelName, path: PathNa
     once = in_turns({name: partial(work, 2) for name, work in works.items()}, 1)
     one = min(once[name][0] for name in works if name != "fedsim") / 2
     clients = int(np.clip(TURN / one, 2, MAX_CLIENTS))
-    sides: dict[str, Side] = {name: partial(work, clients) for name, work in works.items()}
+    sides: dict[str, TurnWork] = {name: partial(work, clients) for name, work in works.items()}
     seconds = in_turns(sides, pairs, first=3)
     took = {name: median(turns) / clients for name, turns in seconds.items()}
     fastest = min((name for name in works if name != "fedsim"), key=took.__getitem__)

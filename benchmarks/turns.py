@@ -15,8 +15,8 @@ from statistics import median
 
 CONFIDENCE = 0.95
 
-Side = Callable[[int], object]
-"""Does one side's work in the turn of this number."""
+TurnWork = Callable[[int], object]
+"""Does one contender's work in the turn of this number."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Ratio:
 
 
 def in_turns(
-    sides: Mapping[str, Side],
+    sides: Mapping[str, TurnWork],
     pairs: int,
     *,
     first: int = 1,

@@ -56,7 +56,7 @@ def trainers() -> Iterator[tuple[str, Trainer, int]]:
 
 
 @dataclass
-class Side:
+class WorkerRun:
     """A run with some number of workers, executed one round at a time."""
 
     trainer: Trainer
@@ -111,7 +111,7 @@ def main() -> None:
             grids = [LocalGrid(trainer, workers=count) for count in options.workers]
             if options.ray:
                 grids += [RayGrid(trainer, workers=count) for count in options.workers]
-            sides = [Side(trainer, cohort, stack.enter_context(grid)) for grid in grids]
+            sides = [WorkerRun(trainer, cohort, stack.enter_context(grid)) for grid in grids]
             for side in [side for _ in range(options.rounds + 1) for side in sides]:
                 side.round()
             assert len({side.model() for side in sides}) == 1

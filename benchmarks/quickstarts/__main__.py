@@ -21,7 +21,7 @@ from statistics import median
 
 from benchmarks.environments import environment
 from benchmarks.quickstarts.examples import write_mnist, write_pfllib
-from benchmarks.quickstarts.turns import ROOT, RoundTimes, Side, in_turns, ratios
+from benchmarks.quickstarts.turns import ROOT, PackageCommand, RoundTimes, in_turns, ratios
 
 BUILD = ROOT / "build" / "quickstarts"
 PACKAGES = {
@@ -38,7 +38,7 @@ ALONE = {
 """Environment variables of every side: no network is used, and nothing is written to checkouts."""
 
 
-def pfllib_sides(given: argparse.Namespace) -> list[Side]:
+def pfllib_sides(given: argparse.Namespace) -> list[PackageCommand]:
     """fedsim and PFLlib, on the examples that PFLlib's script has split among 20 clients."""
     rounds = ("--rounds", str(given.rounds + 1))
     python = environment(BUILD / "pfllib", *PACKAGES["pfllib"])
@@ -55,11 +55,11 @@ def pfllib_sides(given: argparse.Namespace) -> list[Side]:
         write_pfllib(folder / "dataset" / "MNIST", folder, clients=20)
     return [
         fedsim_side("pfllib", folder, rounds, given),
-        Side("PFLlib", command, folder / "system", variables(folder, given)),
+        PackageCommand("PFLlib", command, folder / "system", variables(folder, given)),
     ]
 
 
-def flower_sides(given: argparse.Namespace) -> list[Side]:
+def flower_sides(given: argparse.Namespace) -> list[PackageCommand]:
     """fedsim, and the example's apps on a `LocalGrid` and on Flower's Ray simulation, as sides."""
     rounds = ("--rounds", str(given.rounds + 1))
     python = environment(BUILD / "flower", *PACKAGES["flower"])
@@ -73,18 +73,18 @@ def flower_sides(given: argparse.Namespace) -> list[Side]:
     own = variables(folder, given)
     return [
         fedsim_side("flower", folder, rounds, given),
-        Side("Flower's apps on LocalGrid", (*command, "--grid", "local"), folder, own),
-        Side("Flower's apps on Ray", (*command, "--cpus", str(given.cpus)), folder, own),
+        PackageCommand("Flower's apps on LocalGrid", (*command, "--grid", "local"), folder, own),
+        PackageCommand("Flower's apps on Ray", (*command, "--cpus", str(given.cpus)), folder, own),
     ]
 
 
 def fedsim_side(
     quickstart: str, folder: Path, rounds: tuple[str, ...], given: argparse.Namespace
-) -> Side:
+) -> PackageCommand:
     module = (sys.executable, "-m", "benchmarks.quickstarts.fedsim_rounds")
     workers = ("--workers", str(given.workers))
     command = (*module, quickstart, str(folder), *rounds, *workers)
-    return Side("fedsim", command, folder, variables(folder, given))
+    return PackageCommand("fedsim", command, folder, variables(folder, given))
 
 
 def variables(folder: Path, given: argparse.Namespace) -> dict[str, str]:
@@ -105,7 +105,7 @@ def prepare(command: tuple[str, ...], folder: Path) -> None:
     subprocess.run(command, cwd=folder, env={**os.environ, **ALONE, **own}, check=True)
 
 
-def table(sides: list[Side], times: list[RoundTimes]) -> str:
+def table(sides: list[PackageCommand], times: list[RoundTimes]) -> str:
     """One line per side: median seconds, and the median of the turns' ratios with their range."""
     head = (
         "| | CPU s a round | wall s a round | CPU s of training | fedsim's CPU s as a fraction "

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Side:
+class PackageCommand:
     """One package's command.
 
     Attributes
@@ -71,7 +71,7 @@ class Player:
         If it ends before it has answered; the log has the reason.
     """
 
-    def __init__(self, side: Side, log: Path) -> None:
+    def __init__(self, side: PackageCommand, log: Path) -> None:
         self._name, self._log = side.name, log
         variables = {**os.environ, "PYTHONPATH": str(ROOT), **side.variables}
         with open(log, "wb") as file:
@@ -106,7 +106,7 @@ class Player:
         return self.answer()
 
 
-def in_turns(sides: Sequence[Side], rounds: int, logs: Path) -> list[RoundTimes]:
+def in_turns(sides: Sequence[PackageCommand], rounds: int, logs: Path) -> list[RoundTimes]:
     """Run rounds of every side in turns, after a first round that is not counted."""
     rows: list[list[dict[str, Any]]] = [[] for _ in sides]
     with ExitStack() as stack:

@@ -173,11 +173,11 @@ def bound(
     rho, the theorem's leading one.
     """
     x = eta * problem.smoothness * steps
-    apart = float(problem.values(problem.optimum)[0])
+    heterogeneity = float(problem.values(problem.optimum)[0])
     per_client = noise * problem.lipschitz / problem.squares.n
     first = distance**2 / (2 * eta * steps * rounds)
     second = eta * steps * problem.squares.d * per_client**2 / 2
-    return (first + second + (x + x * x / 3) * apart) / (1 - x - x * x / 3)
+    return (first + second + (x + x * x / 3) * heterogeneity) / (1 - x - x * x / 3)
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ class PropositionCell:
     """A problem: its start's distance, its heterogeneity, and the gain of the largest E over 1."""
 
     start: float
-    apart: float
+    measured_heterogeneity: float
     lower: Difference
 
     @property
     def ratio(self) -> float:
         """Heterogeneity over distance: the boundary is at one ratio, the proposition says."""
-        return self.apart / self.start
+        return self.measured_heterogeneity / self.start
 
     @property
     def better(self) -> str | None:
@@ -211,9 +211,10 @@ class Proposition(Experiment):
         common = as_table(self.settings, "heterogeneity", "starts", "experiment")
         return [
             ExperimentMember(
-                _name(apart, start), {**common, "heterogeneity": apart, "start": start}
+                _name(heterogeneity, start),
+                {**common, "heterogeneity": heterogeneity, "start": start},
             )
-            for apart in self.settings.heterogeneity
+            for heterogeneity in self.settings.heterogeneity
             for start in self.settings.starts
         ]
 
@@ -284,8 +285,8 @@ class Proposition(Experiment):
             claims=[*self._claims(cells), self._below_the_bound(results)],
             pictures={"boundary": self._picture(cells)},
             choices=[
-                self._choice(results[_name(apart, start)], apart, start, e)
-                for apart, start in self._problems
+                self._choice(results[_name(heterogeneity, start)], heterogeneity, start, e)
+                for heterogeneity, start in self._problems
                 for e in self.settings.local_steps
             ],
         )
@@ -294,26 +295,31 @@ class Proposition(Experiment):
     def _problems(self) -> list[tuple[float, float]]:
         return [(a, start) for a in self.settings.heterogeneity for start in self.settings.starts]
 
-    def _choice(self, result: Result, apart: float, start: float, steps: int) -> BestOfGrid:
+    def _choice(self, result: Result, heterogeneity: float, start: float, steps: int) -> BestOfGrid:
         """The length with the lowest gap on the tuning seeds; scores are decibels below 1."""
         scores = {
             length: -10 * math.log10(np.mean(self._tuning(result, steps, length)))
             for length in self.settings.lengths
         }
-        return BestOfGrid(f"eta E L, {_name(apart, start)}, E = {steps}", scores)
+        return BestOfGrid(f"eta E L, {_name(heterogeneity, start)}, E = {steps}", scores)
 
     def _tuning(self, result: Result, steps: int, length: float) -> list[float]:
         gaps: list[float] = result["tuned"][f"{steps}"][f"{length:g}"]["drawn"]
         return gaps[: self.settings.tuning_seeds]
 
     def _gaps(
-        self, results: Mapping[str, Result], key: str, apart: float, start: float, steps: int
+        self,
+        results: Mapping[str, Result],
+        key: str,
+        heterogeneity: float,
+        start: float,
+        steps: int,
     ) -> dict[str, list[float]]:
         """Gaps of the fresh seeds, of the output drawn at random and at the end."""
-        result = results[_name(apart, start)]
+        result = results[_name(heterogeneity, start)]
         gaps = result[key][f"{steps}"]
         if key == "tuned":
-            gaps = gaps[f"{self._choice(result, apart, start, steps).value:g}"]
+            gaps = gaps[f"{self._choice(result, heterogeneity, start, steps).value:g}"]
         return {output: of[self.settings.tuning_seeds :] for output, of in gaps.items()}
 
     def _cells(self, results: Mapping[str, Result], key: str) -> list[PropositionCell]:
@@ -322,15 +328,17 @@ class Proposition(Experiment):
         return [
             PropositionCell(
                 start,
-                float(results[_name(apart, start)]["apart"]),
+                float(results[_name(heterogeneity, start)]["apart"]),
                 paired(
                     *(
                         [10 * math.log10(gap) for gap in gaps["drawn"]]
-                        for gaps in (self._gaps(results, key, apart, start, e) for e in (one, many))
+                        for gaps in (
+                            self._gaps(results, key, heterogeneity, start, e) for e in (one, many)
+                        )
                     )
                 ),
             )
-            for apart, start in self._problems
+            for heterogeneity, start in self._problems
         ]
 
     def _claims(self, cells: Mapping[str, Sequence[PropositionCell]]) -> list[ExperimentClaim]:
@@ -364,9 +372,9 @@ class Proposition(Experiment):
 
     def _below_the_bound(self, results: Mapping[str, Result]) -> ExperimentClaim:
         shares = [
-            float(np.mean(self._gaps(results, "scheduled", apart, start, e)["drawn"]))
-            / results[_name(apart, start)]["bounds"][f"{e}"]
-            for apart, start in self._problems
+            float(np.mean(self._gaps(results, "scheduled", heterogeneity, start, e)["drawn"]))
+            / results[_name(heterogeneity, start)]["bounds"][f"{e}"]
+            for heterogeneity, start in self._problems
             for e in self.settings.local_steps
         ]
         return ExperimentClaim(
@@ -379,11 +387,13 @@ class Proposition(Experiment):
 
     def _table(self, results: Mapping[str, Result], key: str) -> Table:
         rows: list[list[str | float | None]] = []
-        for apart, start in self._problems:
-            gaps = [self._gaps(results, key, apart, start, e) for e in self.settings.local_steps]
+        for heterogeneity, start in self._problems:
+            gaps = [
+                self._gaps(results, key, heterogeneity, start, e) for e in self.settings.local_steps
+            ]
             rows.append(
                 [
-                    f"{results[_name(apart, start)]['apart']:.3g}",
+                    f"{results[_name(heterogeneity, start)]['apart']:.3g}",
                     f"{start:g}",
                     *(f"{np.mean(of['drawn']):.3g} / {np.mean(of['end']):.3g}" for of in gaps),
                 ]
@@ -397,10 +407,11 @@ class Proposition(Experiment):
 
     def _table_of_bounds(self, results: Mapping[str, Result]) -> Table:
         rows: list[list[str | float | None]] = []
-        for apart, start in self._problems:
-            result = results[_name(apart, start)]
+        for heterogeneity, start in self._problems:
+            result = results[_name(heterogeneity, start)]
             seen = [
-                self._gaps(results, "scheduled", apart, start, e) for e in self.settings.local_steps
+                self._gaps(results, "scheduled", heterogeneity, start, e)
+                for e in self.settings.local_steps
             ]
             rows.append(
                 [
@@ -436,7 +447,7 @@ class Proposition(Experiment):
                 chosen = [cell for cell in of if cell.better == verdict]
                 panel.plot(
                     [cell.start for cell in chosen],
-                    [cell.apart for cell in chosen],
+                    [cell.measured_heterogeneity for cell in chosen],
                     linestyle="none",
                     marker=marker,
                     color=colour,
@@ -457,8 +468,8 @@ class Proposition(Experiment):
         return figure
 
 
-def _name(apart: float, start: float) -> str:
-    return f"heterogeneity={apart:g} start={start:g}"
+def _name(heterogeneity: float, start: float) -> str:
+    return f"heterogeneity={heterogeneity:g} start={start:g}"
 
 
 def _ratio(cell: PropositionCell) -> float:
@@ -467,7 +478,7 @@ def _ratio(cell: PropositionCell) -> float:
 
 def _judged(cell: PropositionCell, expected: str) -> Outcome:
     """Whether the expected one, "many" or "one", is better in a cell."""
-    measured = f"{cell.apart:.3g} at {cell.start:g}: lower by {cell.lower.text} dB"
+    measured = f"{cell.measured_heterogeneity:.3g} at {cell.start:g}: lower by {cell.lower.text} dB"
     return None if cell.better is None else cell.better == expected, measured
 
 

@@ -104,7 +104,7 @@ class Plans(ConfigRuns):
     def _claim(
         self, claim: EpsilonsClaim, epsilon: float, scores: Mapping[str, Score]
     ) -> ExperimentClaim:
-        first, second = (scores[_name(way, epsilon)] for way in (claim.ahead, claim.behind))
+        first, second = (scores[_name(variant, epsilon)] for variant in (claim.ahead, claim.behind))
         gain = paired(first.finals, second.finals)
         return ExperimentClaim(
             f"{claim.name}-{epsilon:g}",
@@ -138,5 +138,5 @@ class Plans(ConfigRuns):
         return figure
 
 
-def _name(way: str, epsilon: float) -> str:
-    return f"{way} eps={epsilon:g}"
+def _name(variant: str, epsilon: float) -> str:
+    return f"{variant} eps={epsilon:g}"

@@ -16,7 +16,7 @@ from benchmarks.quickstarts import networks
 from benchmarks.quickstarts.__main__ import table
 from benchmarks.quickstarts.examples import write_mnist, write_pfllib
 from benchmarks.quickstarts.stamps import cpu_seconds
-from benchmarks.quickstarts.turns import RoundTimes, Side, in_turns, ratios
+from benchmarks.quickstarts.turns import PackageCommand, RoundTimes, in_turns, ratios
 
 SIDE = """
 import sys
@@ -35,9 +35,9 @@ stamps.report(accuracy=[0.5] * rounds)
 """
 
 
-def side(name: str, folder: Path, rounds: int) -> Side:
+def side(name: str, folder: Path, rounds: int) -> PackageCommand:
     log = str(folder / "order")
-    return Side(name, (sys.executable, "-c", SIDE, name, log, str(rounds)), folder)
+    return PackageCommand(name, (sys.executable, "-c", SIDE, name, log, str(rounds)), folder)
 
 
 def test_sides_take_turns_and_the_first_round_is_not_counted(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_ratios_are_of_turns_and_not_of_medians() -> None:
 def test_the_table_has_a_line_a_side_and_no_ratio_of_a_side_with_itself() -> None:
     ours = RoundTimes([2.0], [1.0], [(0.5, 0.25)], [0.1])
     theirs = RoundTimes([3.0], [2.0], [(0.5, 0.5)], [0.125])
-    sides = [Side(name, (), Path()) for name in ("fedsim", "other")]
+    sides = [PackageCommand(name, (), Path()) for name in ("fedsim", "other")]
     lines = table(sides, [ours, theirs]).splitlines()
     assert lines[2] == "| fedsim | 1 | 2 | 0.75 |  |  |  | 0.100 |"
     assert "| 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) | 0.67 (0.67 to 0.67) |" in lines[3]
@@ -139,6 +139,6 @@ def test_fedsims_side_makes_its_rounds_of_such_a_split(tmp_path: Path) -> None:
     write_pfllib(tmp_path / "split", tmp_path, clients=20)
     module = (sys.executable, "-m", "benchmarks.quickstarts.fedsim_rounds")
     command = (*module, "pfllib", str(tmp_path), "--rounds", "2")
-    (times,) = in_turns([Side("fedsim", command, tmp_path)], 1, tmp_path)
+    (times,) = in_turns([PackageCommand("fedsim", command, tmp_path)], 1, tmp_path)
     assert len(times.accuracy) == 3  # of the initial model, and after each round
     assert times.evaluation[0][0] > 0
