@@ -684,7 +684,7 @@ def test_a_tables_categories_name_the_classes_and_another_tables_are_held_agains
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def table(name: str, sexes: str, outcomes: tuple[str, str]) -> str:
-        rows = [f"{20 + i},{sexes[i % 2]},{outcomes[i // 2 % 2]}\n" for i in range(60)]
+        rows = [f"{20 + i % 40},{sexes[i % 2]},{outcomes[i // 2 % 2]}\n" for i in range(60)]
         (tmp_path / name).write_text("age,sex,state\n" + "".join(rows))
         return str(tmp_path / name)
 
