@@ -40,7 +40,7 @@ def test_the_statement_is_about_examples_and_counts_every_invocation(tmp_path: P
     result = fedsim.run(BASE, out=tmp_path / "run")
     assert result.privacy.level == "example"
     # 1437 examples: clients have 287 or 288; 7 or 8 steps a round, at rate 41 / N_i.
-    sizes = {len(part) for part in resolve(BASE).data.parts}
+    sizes = {len(part) for part in resolve(BASE).data.client_indices}
     worst = max(rdp_epsilon(1.5, 41 / size, 2 * -(-size // 41)) for size in sizes)
     assert result.privacy.cost.rdp_epsilon == pytest.approx(worst, rel=0.02)
     assert result.privacy.epsilon <= result.privacy.cost.rdp_epsilon
