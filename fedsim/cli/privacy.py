@@ -298,7 +298,7 @@ def _tradeoff_table(curve: TradeOff) -> Table:
     table.add_column("at a false-positive rate of", justify="right")
     table.add_column("misses at least", justify="right")
     for rate, missed in zip(_FALSE_POSITIVE_RATES, curve(_FALSE_POSITIVE_RATES), strict=True):
-        table.add_row(f"{rate:.1%}", f"{math.floor(1000 * missed) / 10:.1f}%")
+        table.add_row(f"{100 * rate:.1f} %", f"{math.floor(1000 * missed) / 10:.1f} %")
     mu = "infinite" if math.isinf(curve.mu) else f"{curve.mu:.4f}"
     table.add_row("advantage", f"at most {curve.advantage:.4f}")
     table.add_row("Gaussian DP", f"mu = {mu}")

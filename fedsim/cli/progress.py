@@ -127,7 +127,7 @@ class Progress(Callback, Closed):
         column, name = metric
         value = self._shown[column]
         if is_share(column, [value]):
-            return escape(name), f"{value:.1%}"
+            return escape(name), brief(value, percent=True)
         return escape(name), f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.3f}"
 
 

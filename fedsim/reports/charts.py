@@ -204,7 +204,11 @@ class Heat:
     def table(self) -> PageTable:
         """Table of each row's mean and largest share."""
         rows = [
-            [label, f"{sum(row) / max(len(row), 1):.1%}", f"{max(row, default=0):.1%}"]
+            [
+                label,
+                brief(sum(row) / max(len(row), 1), percent=True),
+                brief(max(row, default=0), percent=True),
+            ]
             for label, row in zip(self.labels, self.values, strict=True)
         ]
         return PageTable([self.y, "mean share", "largest share"], rows)

@@ -29,7 +29,7 @@ def summary(counts: Ints) -> dict[str, str]:
     facts["classes a client"] = _spread((counts > 0).sum(1))
     if has.any():
         shares = class_shares(counts[has])
-        facts["largest class's share"] = f"{np.median(shares.max(1)):.0%} (median)"
+        facts["largest class's share"] = f"{100 * np.median(shares.max(1)):.0f} % (median)"
         facts["distance from the overall mix"] = (
             f"{_distance(counts):.2f} (total variation, mean), "
             f"{_distance(_shuffled(counts)):.2f} at random"

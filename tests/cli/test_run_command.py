@@ -246,6 +246,6 @@ def test_a_line_that_stays_has_the_numbers_of_its_own_round():
             progress.on_round(SimpleNamespace(row=row))
     # The oldest rich that is supported ends with an empty line.
     assert list(filter(None, shown.getvalue().splitlines())) == [
-        "round    4/10  accuracy 91.1%  loss 71,147,101",
+        "round    4/10  accuracy 91.10 %  loss 71,147,101",
         "round    5/10  clients/s 910",
     ]
