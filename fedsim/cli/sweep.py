@@ -94,7 +94,9 @@ def sweep(
     replace(where / "sweep.csv", to_csv(grid, records, measure).encode())
     replace(where / "sweep-seeds.csv", seeds_csv(settings, measure).encode())
     title = f"{base.name}: test {measure.name} over {axis}"
-    write(compare_page([record for record in records if record.rows]), where / "sweep.html")
+    labels = {record.path: group.label for group in settings for record in group.records}
+    page = compare_page([record for record in records if record.rows], labels)
+    write(page, where / "sweep.html")
     picture = draw(settings, measure, axis, title)
     for name in ("sweep.png", "sweep.pdf"):
         save(picture, where / name)

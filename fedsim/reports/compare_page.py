@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.release_keys import path_keys
@@ -29,9 +30,15 @@ _RESOLVED = ("client.path", "client.kernel", "client.block-size")
 _MAX_KEYS = 4  # in a group's label
 
 
-def compare_page(records: Sequence[RunRecord]) -> str:
-    """The page of several runs, as one self-contained HTML file."""
-    groups = grouped(records)
+def compare_page(records: Sequence[RunRecord], labels: Mapping[Path, str] | None = None) -> str:
+    """The page of several runs, as one self-contained HTML file.
+
+    ``labels`` are names by runs' directories, instead of the keys in which configs differ.
+    """
+    groups = [
+        replace(group, label=(labels or {}).get(group.records[0].path, group.label))
+        for group in grouped(records)
+    ]
     # Means are taken over the runs that have ended, if a group has any.
     ended_groups = [group.ended if group.ended.records else group for group in groups]
     return render(

@@ -294,3 +294,5 @@ def test_a_best_setting_within_the_spread_over_seeds_is_doubted(
         assert expected in said
         assert expected or "deviation of the difference" not in said
         assert (tmp_path / f"{over}{seeds}" / "sweep.pdf").read_bytes().startswith(b"%PDF")
+        page = (tmp_path / f"{over}{seeds}" / "sweep.html").read_text()
+        assert all(f"client.lr = {value}" in page for value in over.partition("=")[2].split(","))
