@@ -142,7 +142,8 @@ def test_clients_whose_workers_are_killed_are_charged_once():
         assert run(grid, mine, NoPrivacy("uniform"), 0.0) == expected
         assert grid.deaths > 0
     spent = [
-        [ledgers.of(client).history.counts for client in range(CLIENTS)]
-        for ledgers in (alone.ledgers, mine.ledgers)
+        {client: history.counts for client, history in trainer.ledger.histories.items()}
+        for trainer in (alone, mine)
     ]
+    assert spent[0].keys() == set(range(CLIENTS))
     assert spent[0] == spent[1]
