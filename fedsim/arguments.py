@@ -128,7 +128,8 @@ def _public_name(kind: type) -> str:
     packages = [".".join(parts[:end]) for end in range(1, len(parts))]
     packages += sorted(
         name
-        for name, module in tuple(sys.modules.items())  # another thread may import one meanwhile
+        # A copy in one step: another thread may import a module meanwhile.
+        for name, module in sys.modules.copy().items()
         if re.fullmatch(r"fedsim\.\w+", name) and kind.__name__ in getattr(module, "__all__", ())
     )
     package = next(
