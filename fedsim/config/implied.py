@@ -21,7 +21,7 @@ def implied_values(tree: Tree) -> Iterator[tuple[str, str, str]]:
     """Table, key and only legal value of such keys, given what else a config's tree chooses."""
     client, mechanism = _table(tree, "client"), _table(tree, "mechanism")
     name = ClientSection.selected_in(client)
-    known = isinstance(name, str) and name in registry.names("client")
+    known = name in registry.names("client")
     algorithm = registry.find("client", name, "client.name") if known else None
     keeps = ("evaluates", "requires_client_state")
     if _table(tree, "model").get("personal") or any(_says(algorithm, what) for what in keeps):

@@ -371,8 +371,8 @@ class _Reader:
         start, unscaled = 0, []
         for name, kind in self._input_types():
             values = x[:, start].astype(np.float64)
-            is_number = kind.is_unscaled and not _no_input(table[name], kind)
-            if is_number and len(x) and np.sqrt(np.mean(values**2)) > LARGE_SCALE:
+            is_large = kind.is_unscaled and len(x) and np.sqrt(np.mean(values**2)) > LARGE_SCALE
+            if is_large and not _no_input(table[name], kind):
                 unscaled.append((name, values.min(), values.max()))
             start += kind.width
         if unscaled:
