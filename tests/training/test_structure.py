@@ -109,6 +109,16 @@ def test_a_graph_that_is_read_gives_each_example_what_it_gives_it_alone(name):
     torch.testing.assert_close(spoilt[others], together[others])
 
 
+class Defaults(Own):
+    def forward(self, x, flip=True, scale=2.0, gate=None):
+        return self.linear(scale * (-x if flip else x) if gate is None else x)
+
+
+def test_an_argument_that_is_not_given_has_the_forwards_default():
+    model, x = Defaults(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(reading_of(model, (6,)).structure.module(x), model(x))
+
+
 @pytest.mark.parametrize("name", NOT_READ)
 def test_what_may_look_across_a_batch_is_not_read(name):
     model = Own(NOT_READ[name])

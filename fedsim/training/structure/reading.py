@@ -251,8 +251,10 @@ class _Tracer(fx.Tracer):
             return proxy
         # At once: the very next line of the code may ask for a shape.
         with self.constants.paused():
-            proxy.node.meta["value"] = self._result(proxy.node)
-        return self._unpacked(proxy, proxy.node.meta["value"])
+            value = proxy.node.meta["value"] = self._result(proxy.node)
+        if kind == "placeholder" and value is None and proxy.node.args:
+            return proxy.node.args[0]  # the forward's own default
+        return self._unpacked(proxy, value)
 
     def _unpacked(self, proxy: Any, value: Any) -> Any:
         """A tuple value as a tuple of proxies, so that code can unpack it; others unchanged."""
