@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -62,6 +62,8 @@ class MetricMeans:
     ----------
     left_out : mapping of str to int
         By metric, how many numbers were not finite or beyond 1e100.
+    by_client : mapping of int to mapping of str to float
+        What each client has reported, numbers only, whether it is in the means or not.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class MetricMeans:
         quantiles: bool = False,
     ) -> None:
         self.left_out: Counter[str] = Counter()
+        self.by_client: dict[int, dict[str, float]] = {}
         self._quantiles = quantiles
         self._key = weighted_by_key
         self._aggregate = aggregate
@@ -81,11 +84,14 @@ class MetricMeans:
 
     def add(self, reply: Reply) -> None:
         """Add the metrics of a reply's clients, none of which has failed."""
-        if self._aggregate is not None:
-            self._records |= zip(reply.block.client_ids.tolist(), _records(reply), strict=True)
-            return
+        client_ids = reply.block.client_ids.tolist()
         metrics = {k: v.tolist() for k, v in reply.block.metrics.items()}
-        weights = metrics.get(self._key, [1.0] * len(reply.block.client_ids))
+        for row, client_id in enumerate(client_ids):
+            self.by_client[client_id] = {name: values[row] for name, values in metrics.items()}
+        if self._aggregate is not None:
+            self._records |= zip(client_ids, _records(reply), strict=True)
+            return
+        weights = metrics.get(self._key, [1.0] * len(client_ids))
         for name, values in metrics.items():
             self._add_reports(name, weights, values)
         for name, entries in reply.lists.items() if weights else ():
@@ -224,6 +230,8 @@ class ClientEvaluation:
     ----------
     last_round : int
         Round of the last aggregated evaluation; -1 before the first.
+    by_client : mapping of int to mapping of str to float
+        What each client reported in it; empty where metrics are released with noise.
     """
 
     participants: Participants
@@ -232,6 +240,7 @@ class ClientEvaluation:
     keys: RecordKeys
     aggregator: MetricsAggregator | None = None
     last_round: int = field(default=-1, init=False)
+    by_client: Mapping[int, Mapping[str, float]] = field(default_factory=dict, init=False)
     _instructions: Instructions | None = field(default=None, init=False, repr=False)
 
     def evaluators(self, server_round: int, grid: Grid) -> Recipients:
@@ -304,5 +313,7 @@ class ClientEvaluation:
         for reply in decoded:
             metrics.add(replace(reply, block=tally.accept(reply.block)))
         record = metrics.record()
+        if isinstance(metrics, MetricMeans):
+            self.by_client = metrics.by_client
         self.last_round = server_round
         return record

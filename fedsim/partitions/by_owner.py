@@ -59,7 +59,7 @@ class ByOwner(Partition):
             )
         owners = np.unique(columns[self.column])
         if _is_text(owners):  # whose place thus does not depend on what other owners are called
-            owners = np.array(sorted(owners.tolist(), key=_order), dtype=owners.dtype)
+            owners = np.array(sorted(owners.tolist(), key=owner_order), dtype=owners.dtype)
         if len(owners) > self.clients:
             raise FedsimError(
                 f"partition.clients is {self.clients}, but the training examples have "
@@ -133,8 +133,8 @@ def _is_text(owners: npt.NDArray[Any]) -> bool:
     return owners.dtype.kind in "USO"
 
 
-def _order(owner: str | bytes) -> tuple[bool, int, str | bytes]:
-    """Sort key: integers in their order, then all other texts in theirs."""
+def owner_order(owner: str | bytes) -> tuple[bool, int, str | bytes]:
+    """Sort key of owners: integers in their order, then all other texts in theirs."""
     try:
         return False, int(owner), owner
     except ValueError:

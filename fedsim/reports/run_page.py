@@ -19,6 +19,7 @@ from fedsim.privacy import Statement
 from fedsim.reports.charts import (
     MAX_POINTS,
     Bars,
+    Cell,
     Heat,
     Line,
     Lines,
@@ -80,6 +81,8 @@ def run_page(record: RunRecord) -> str:
         statements=[statement.sentences() for statement in record.statements],
         spending=[*_spending(record), *(_tradeoff(s) for s in record.statements if s.protects)],
         mistakes=_test_errors(record),
+        noun=record.client_noun or "owner",
+        owners=_by_owner(record),
         bound=_bound(record),
         releases=release_curves(record),
         clients=_clients(record),
@@ -190,6 +193,23 @@ def _test_errors(record: RunRecord) -> dict[str, Any] | None:
         f"{counts.sum():,} {answers}: a row for each true class, a column for each predicted one."
     )
     return mistakes | _confusion(counts, test.get("labels") or list(map(str, range(len(counts)))))
+
+
+def _by_owner(record: RunRecord) -> PageTable | None:
+    """Metrics on the test examples of each owner."""
+    owners = record.summary.get("owners")
+    if not owners:
+        return None
+    names = list(next(iter(owners.values())))
+    rows = [
+        [owner, *(_cell(name, math.nan if value is None else value) for name, value in m.items())]
+        for owner, m in owners.items()
+    ]
+    return PageTable([record.client_noun or "owner", *map(display_name, names)], rows, "owners")
+
+
+def _cell(name: str, value: float) -> Cell:
+    return Cell(brief(value, is_share(name, [value])), value)
 
 
 def _confusion(counts: npt.NDArray[np.int64], names: list[str]) -> dict[str, Any]:

@@ -277,8 +277,9 @@ class Checkpointing:
     """Saves a session's state when a checkpoint is due, in a thread, so that rounds do not wait.
 
     All writes go through one thread in order, and each first checks that the one before succeeded:
-    metrics.csv is synced, then the checkpoint is written, then the round's row is appended. If the
-    rows before a checkpoint were not on disk, a resumed run would lack them.
+    metrics.csv and client-metrics.csv are synced, then the checkpoint is written, then the round's
+    row is appended. If the rows before a checkpoint were not on disk, a resumed run would lack
+    them.
 
     Parameters
     ----------
@@ -286,6 +287,8 @@ class Checkpointing:
     directory : RunDirectory
     state : callable
         Returns the state to save.
+    sync : callable
+        Syncs the rows of clients' evaluations to disk.
     start_round : int
         Round after which the run starts or is resumed.
 
@@ -301,13 +304,14 @@ class Checkpointing:
         resolved: Resolved,
         directory: RunDirectory,
         state: Callable[[], RunState],
+        sync: Callable[[], None],
         start_round: int,
     ) -> None:
         self._state = state
         self._settings = resolved.config.checkpoint
         self._correlated, self._planned = resolved.plan.noise.correlated, resolved.config.rounds
         self._checkpoints = Checkpoints(directory.checkpoint)
-        self._metrics = directory.metrics_file
+        self._metrics, self._sync_clients = directory.metrics_file, sync
         # With the operating system's entropy a repeated round has other results.
         bests = self._checkpoints.rounds("best")
         self._checkpoints.remove("best", [number for number in bests if number > start_round])
@@ -360,7 +364,7 @@ class Checkpointing:
                 self._set_keep_since()
         if tasks:
             # The rows before a checkpoint must be on disk before it is.
-            tasks.insert(0, self._metrics.sync)
+            tasks[:0] = [self._metrics.sync, self._sync_clients]
         tasks.append(partial(self._metrics.append, row))
         if self._pending:
             # If an earlier write failed, this one must not happen: it would rely on missing rows.
@@ -375,6 +379,7 @@ class Checkpointing:
         self.wait()
         if self._settings.every and (force or done != self._saved):
             self._metrics.sync()
+            self._sync_clients()
             self._checkpoints.save(self._state())
             self._saved = done
         if self._correlated and done >= self._planned:

@@ -19,7 +19,7 @@ from fedsim.datasets.array_checks import UNUSABLE, not_finite
 from fedsim.datasets.tables import FOUND
 from fedsim.errors import FedsimError
 from fedsim.partitions import Partition
-from fedsim.partitions.by_owner import has_owner
+from fedsim.partitions.by_owner import has_owner, owner_order
 from fedsim.privacy.plan import is_user_code
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
@@ -99,13 +99,20 @@ def resolve_data(
                 "data.normalize is true, but data= has no mean and std; leave it false, or give "
                 "them there (mean and std, or normalize=True of fedsim.datasets.from_table)."
             )
-    partition = _partition(config, overrides)
+    partition = partition_of(config, overrides)
     if private:
         refuse_properties_of_protected_data(dataset, partition)
     return _split(config, partition, dataset.to(device))
 
 
-def _partition(config: RunConfig, overrides: ObjectOverrides) -> Partition:
+def partition_of(config: RunConfig, overrides: ObjectOverrides) -> Partition:
+    """The partition of a run: the one that it is given, else the config's.
+
+    Raises
+    ------
+    FedsimError
+        If it has another number of clients than the config declares.
+    """
     override, declared = overrides.partition, config.partition.clients
     if override is not None and override.clients != declared:
         raise FedsimError(
@@ -148,6 +155,17 @@ def all_test_examples(dataset: Dataset) -> ClientData:
     test = dataset.test
     unusable = test.columns.get(UNUSABLE, np.zeros(len(test), dtype=np.bool_))
     return client_data(dataset, test, [np.flatnonzero(~unusable)])
+
+
+def test_examples_by(dataset: Dataset, column: str) -> dict[str, Ints]:
+    """Positions of the usable test examples of each value of a column, in the values' order."""
+    test = dataset.test
+    usable = ~test.columns.get(UNUSABLE, np.zeros(len(test), dtype=np.bool_))
+    values = test.columns[column].astype(str)
+    return {
+        value: np.flatnonzero(usable & (values == value))
+        for value in sorted(set(values[usable].tolist()), key=owner_order)
+    }
 
 
 def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:

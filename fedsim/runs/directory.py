@@ -4,6 +4,7 @@
 
     config.toml         complete and resolved: reproduces the run
     metrics.csv         one row for each round
+    client-metrics.csv  one row for each client's evaluation, in a run without privacy
     ledger.jsonl        every release
     ledger-examples.jsonl   every release of clients that protect their examples
     manifest.json       digests of the files when the run ended (see `Manifest`)
@@ -73,6 +74,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.csv"
+        self.client_metrics = self.path / "client-metrics.csv"
         self.ledger = self.path / "ledger.jsonl"
         self.examples = self.path / "ledger-examples.jsonl"
         self.manifest = self.path / MANIFEST
@@ -88,7 +90,8 @@ class RunDirectory:
         self._lock = RunLock(self.path)
         self._ending_files = (self.done, self.summary, self.report, self.manifest, self.signature)
         self._run_files = (
-            *(self.config, self.metrics, self.ledger, self.examples, self.model),
+            *(self.config, self.metrics, self.client_metrics),
+            *(self.ledger, self.examples, self.model),
             *(self.checkpoint, self.tensorboard, self.clients, *self._ending_files),
         )
 

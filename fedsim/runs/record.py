@@ -5,6 +5,7 @@ Files written by another version are read as far as possible.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,17 @@ class RunRecord:
     def name(self) -> str:
         """The run's title, else its name, else its directory's name."""
         return str(self.config.get("title") or self.config.get("name") or self.path.name)
+
+    @property
+    def client_noun(self) -> str:
+        """What a client is, by the name of the owners' column; empty if clients are no owners."""
+        if self.config.get("partition.name") != "by-owner":
+            return ""
+        column = str(self.config.get("partition.column", "owner"))
+        pairs = (pair.split("=") for pair in str(self.config.get("data.columns", "")).split(","))
+        names = {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
+        noun = re.sub("[_ -]*id$", "", names.get(column, column), flags=re.IGNORECASE)
+        return "" if noun == "owner" else re.sub("[_-]+", " ", noun)
 
     @property
     def objects(self) -> list[str]:

@@ -39,6 +39,7 @@ from fedsim.runs.data_split import (
     input_statistics,
     load_dataset,
     resolve_data,
+    test_examples_by,
 )
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import make_trainer
@@ -363,7 +364,7 @@ class SavedRun:
         Returns
         -------
         dict of str to dict of str to float
-            By value, sorted: ``examples``, the number of examples, the loss and the metrics.
+            By value, in order: ``examples``, the number of examples, the loss and the metrics.
 
         Raises
         ------
@@ -377,14 +378,11 @@ class SavedRun:
             raise FedsimError(
                 f"there is no column {as_text(column)} in the test data, only {known}."
             )
-        usable = ~columns.get(UNUSABLE, np.zeros(len(dataset.test), dtype=np.bool_))
-        values = sorted({str(value) for value in columns[column][usable]})
-        of_value = columns[column].astype(str)
-        parts = [np.flatnonzero(usable & (of_value == value)) for value in values]
-        metrics = self._evaluated(client_data(dataset, dataset.test, parts))
+        parts = test_examples_by(dataset, column)
+        metrics = self._evaluated(client_data(dataset, dataset.test, [*parts.values()]))
         return {
-            value: {"examples": float(len(part)), **of_part}
-            for value, part, of_part in zip(values, parts, metrics, strict=True)
+            value: {"examples": float(len(parts[value])), **of_part}
+            for value, of_part in zip(parts, metrics, strict=True)
         }
 
     def _dataset_for(self, data: object) -> Dataset:

@@ -24,6 +24,7 @@ from fedsim.privacy.records import to_json
 from fedsim.process import end_on_signal
 from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Measure, RunStatus
 from fedsim.runs.checkpoints import Checkpointing, RunState
+from fedsim.runs.client_rows import ClientRows
 from fedsim.runs.data_split import data_shape
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.loggers import loggers
@@ -50,9 +51,9 @@ _log = logging.getLogger("fedsim")
 class Session:
     """One run in progress: its strategy, and what it writes after each round.
 
-    The order in a round: the ledger's line, the release, the callbacks, the checkpoint if one is
-    due, the row of metrics.csv. So a checkpoint is never ahead of the ledger, and a row in the file
-    never ahead of the checkpoint of its round.
+    The order in a round: the ledger's line, the release, the rows of client-metrics.csv, the
+    callbacks, the checkpoint if one is due, the row of metrics.csv. So a checkpoint is never ahead
+    of the ledger, and a row in metrics.csv never ahead of the checkpoint of its round.
 
     Parameters
     ----------
@@ -111,10 +112,15 @@ class Session:
         self._config = config.to_run_config()
         self._first_config = self._config if resume is None else resume.first_config
         self._checkpoints: Checkpointing | None = None
+        self._client_rows: ClientRows | None = None
         if directory is not None:
             directory.metrics_file.start(self._round_rows.columns, self._rows)
             done = self.strategy.rounds_done
-            self._checkpoints = Checkpointing(resolved, directory, self.state, done)
+            self._client_rows = ClientRows(resolved, directory.client_metrics)
+            self._client_rows.start(done)
+            self._checkpoints = Checkpointing(
+                resolved, directory, self.state, self._client_rows.sync, done
+            )
         self._since = time.perf_counter()
 
     def _restore(self, state: RunState) -> None:
@@ -294,6 +300,8 @@ class Session:
         if self._rows:
             update_digest(self._rows_code, self._rows[-1])
         self._rows.append(row)
+        if self._client_rows is not None:
+            self._client_rows.append(self.strategy.evaluation, int(row["round"]))
         self._callbacks.on_round(self.status())
         self._charge_rest()
         if self._checkpoints is not None:

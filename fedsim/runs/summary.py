@@ -28,10 +28,11 @@ from fedsim.federation.arrays import tensors
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
+from fedsim.runs.data_split import client_data, partition_of, test_examples_by
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import brief
+from fedsim.runs.metrics import brief, finite_json
 from fedsim.runs.record import RunRecord, RunResult
-from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
+from fedsim.runs.resolve import CentralEvaluation, Resolved, evaluated, resolve
 from fedsim.runs.resume import refuse_other_run
 from fedsim.runs.run_ledgers import SUMMARY_FORMAT, RunOutcome
 from fedsim.tasks.metrics import predicted_classes
@@ -111,6 +112,9 @@ def complete_record(path: Path) -> RunRecord:
 MAX_CLASSES = 200
 """Largest number of classes for which a confusion matrix is stored and drawn."""
 
+MAX_OWNERS = 200
+"""Largest number of owners for which metrics of each are measured at a run's end."""
+
 _MAX_COLUMNS = 120  # in the picture of all clients; if there are more, neighbours are averaged
 _MAX_BARS = 24
 _BINS = 20
@@ -171,7 +175,30 @@ def measured(
             summary[f"{split}-of-clients"] = split in resolved.read_client_splits
     if config.evaluate.unprotected or not config.protects:
         summary["partition"] = _partition(resolved, labels)
+        if config.evaluate.every:
+            summary["owners"] = finite_json(_by_owner(resolved, arrays))
     return summary
+
+
+def _by_owner(
+    resolved: Resolved, arrays: Mapping[str, Tensor]
+) -> dict[str, dict[str, float]] | None:
+    """Metrics on each owner's test examples; None if these have no owners, or too many."""
+    dataset, trainer = resolved.data.dataset, resolved.trainer
+    partition = partition_of(resolved.config, resolved.overrides)
+    column = getattr(partition, "column", "owner")
+    parts = test_examples_by(dataset, column) if column in dataset.test.columns else {}
+    if not 0 < len(parts) <= MAX_OWNERS:
+        return None
+    examples = client_data(dataset, dataset.test, [*parts.values()])
+    vector = trainer.layout.flatten(arrays).to(trainer.device)
+    metrics = evaluated(
+        resolved.trainer_for(examples, privacy=None), vector, resolved.config.rounds
+    )
+    return {
+        owner: {"examples": len(parts[owner]), **of_owner}
+        for owner, of_owner in zip(parts, metrics, strict=True)
+    }
 
 
 def _shape(dataset: Dataset) -> dict[str, Any]:

@@ -45,7 +45,9 @@ def ledger_of(directory) -> list[dict]:
 def facts(result) -> tuple:
     arrays = {name: array.numpy().tobytes() for name, array in result.arrays.items()}
     rows = [{k: v for k, v in row.items() if k not in SPEEDS} for row in result.metrics]
-    return arrays, rows, ledger_of(result.directory.path)
+    clients = result.directory.client_metrics
+    of_clients = clients.read_bytes() if clients.exists() else b""
+    return arrays, rows, ledger_of(result.directory.path), of_clients
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def expected(tmp_path_factory):
 
 
 def test_cohorts_of_the_parity_run_are_partial(expected):
-    _, rows, ledger = expected
+    _, rows, ledger, _ = expected
     asked = [row["asked"] for row in rows if "asked" in row]
     releases = [release["kind"] for line in ledger[1:] for release in line["entry"]["releases"]]
     assert releases == 10 * ["release"]
@@ -104,8 +106,8 @@ def test_on_flowers_runtimes_a_clients_budget_ends_the_run_as_on_the_local_engin
     }
     spent = run("local", tmp_path / "one", {**private, "rounds": 2}).privacy.epsilon
     private["client"]["noise"]["max-epsilon"] = spent * 1.001
-    arrays, rows, ledger = facts(run("local", tmp_path / "local", private))
+    expected = facts(run("local", tmp_path / "local", private))
     result = run(engine, tmp_path / engine, private)
     assert result.ended == "budget"
-    assert facts(result) == (arrays, rows, ledger)
-    assert len(rows) == 3  # round 0, in which nothing is released, and two
+    assert facts(result) == expected
+    assert len(expected[1]) == 3  # round 0, in which nothing is released, and two

@@ -436,3 +436,44 @@ def test_the_page_of_a_regression_speaks_of_one_and_writes_amounts_out(tmp_path:
     assert all(float(middle.replace(",", "")) >= 3_000 for middle in test["true"])
     assert not any("e+" in middle for middle in test["true"])
     assert re.search(r'<strong class="long">[\d,]{9,}</strong><span>test loss', page)
+
+
+@pytest.mark.parametrize("shown", ["not private", "unprotected", "private"])
+def test_metrics_by_owner_are_on_the_page_where_they_may_be_shown(
+    shown: str, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    ages, places = rng.integers(20, 90, 90), rng.integers(0, 3, 90)
+    names = ("north", "east", "south")
+    lines = [
+        f"{a},{'yes' if a > 55 else 'no'},{names[p]}" for a, p in zip(ages, places, strict=True)
+    ]
+    path = tmp_path / "people.csv"
+    path.write_text("\n".join(["age,ill,hospital_id", *lines]) + "\n")
+    config = RunConfig().replace(
+        **{
+            "rounds": 1,
+            "data.name": str(path),
+            "data.columns": "y=ill,owner=hospital_id",
+            "data.types": "age=0:100,ill=no|yes",
+            "partition.name": "by-owner",
+            "partition.clients": 3,
+        }
+    )
+    if shown != "not private":
+        unprotected = shown == "unprotected"
+        private = {"mechanism.name": "clipping", "noise.multiplier": 1.0}
+        private |= {"evaluate.unprotected": unprotected, "evaluate.every": int(unprotected)}
+        config = config.replace(**private)
+    fedsim.run(config, out=tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    words = Outline(page).words
+    assert ("Metrics by hospital" in words) == (shown != "private")
+    assert all((f"\n{name}\n" in words) == (shown != "private") for name in names)
+    assert words == Outline(page_of(tmp_path / "run")).words
+    if shown != "private":
+        owners = RunRecord.read(tmp_path / "run").summary["owners"]
+        table = fedsim.load(tmp_path / "run").evaluate_by("owner")
+        assert list(owners) == list(table) == sorted(names)
+        for name, metrics in table.items():
+            assert owners[name] == pytest.approx(metrics)

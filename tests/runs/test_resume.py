@@ -168,6 +168,7 @@ def left(directory: Path) -> dict[str, object]:
     return {
         "model": run.model.read_bytes(),
         "rows": rows,
+        "clients": run.client_metrics.exists() and run.client_metrics.read_bytes(),
         "ledgers": {str(path.relative_to(directory)): hashes(path) for path in ledgers},
     }
 
