@@ -203,6 +203,7 @@ def _files_table(directory: RunDirectory, *, claims: bool) -> RenderableType:
         (directory.report, "curves, statement and config on one page"),
         (directory.model, "the model"),
         (directory.metrics, "one row per round"),
+        (directory.client_metrics, "one row per round and client"),
         (directory.ledger, "every private release" if claims else "every release"),
         (directory.config, "reproduces this run"),
     ):

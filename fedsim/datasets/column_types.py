@@ -117,9 +117,9 @@ class CategoryType:
 
 
 def declared_types(
-    text: str, inputs: Sequence[str], target: str, where: str
+    text: str, inputs: Sequence[str], targets: Sequence[str], where: str
 ) -> dict[str, NumberType | CategoryType]:
-    """Parse ``data.types``: the declared types of inputs and target, by column name.
+    """Parse ``data.types``: the declared types of inputs and targets, by column name.
 
     Raises
     ------
@@ -129,17 +129,17 @@ def declared_types(
     types: dict[str, NumberType | CategoryType] = {}
     for pair in _parts(text, ",") if text.strip() else ():
         name, _, kind = (part.strip() for part in pair.partition("="))
-        if name not in (*inputs, target):
+        if name not in (*inputs, *targets):
             raise FedsimError(
                 f"data.types names '{name}', which is neither an input nor the target of {where}; "
-                f"it must be one of {', '.join((*inputs, target))}."
+                f"it must be one of {', '.join((*inputs, *targets))}."
             )
         if name in types:
             raise FedsimError(
                 f"data.types names '{name}' twice; it must give each column one type."
             )
         types[name] = _declared_type(name, kind)
-        if name == target and isinstance(types[name], NumberType) and kind != "number":
+        if name in targets and isinstance(types[name], NumberType) and kind != "number":
             raise FedsimError(
                 f"data.types has '{name}={kind}', a range, for the target, which is not scaled; it "
                 "must be number, or categories such as no|yes."

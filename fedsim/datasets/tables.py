@@ -95,7 +95,9 @@ def arrays_of_tables(
         ``train`` is a test example.
     columns : str
         ``"y=income,owner=hospital"``: the target's column, and further columns that are not
-        inputs. ``"x=age+sex"`` names the inputs; without it they are all other columns.
+        inputs. ``"x=age+sex"`` names the inputs; without it they are all other columns. With
+        ``"y=time+died"`` each example has several targets: numbers, or 0 and 1 for the first and
+        second of two categories.
     types : str
         Column types: ``"age=0:100,sex=female|male,height=number"``. A column with a range is
         scaled to [0, 1]. A column not named here has numbers if all its values are numbers.
@@ -117,7 +119,7 @@ def arrays_of_tables(
         with ``protected`` not for a value, but for a type that is not declared.
     """
     roles = _ColumnRoles.parse(columns, train, where, protected)
-    declared = declared_types(types, roles.inputs, roles.target, where)
+    declared = declared_types(types, roles.inputs, roles.targets, where)
     if protected:
         _refuse_found(roles, declared, normalize, where)
     if test is None:
@@ -125,13 +127,12 @@ def arrays_of_tables(
     roles.require_examples(train, test, where)
     kinds = {
         name: declared.get(name) or found_type(name, train[name], test[name], where)
-        for name in (*roles.inputs, roles.target)
+        for name in (*roles.inputs, *roles.targets)
     }
-    columns_of_target = (train[roles.target], test[roles.target])
-    are_classes = roles.target not in declared and all(map(_are_whole, columns_of_target))
-    reader = _Reader(roles, kinds, are_classes, where, declared)
-    if are_classes:
-        reader.warn_of_amounts([*train[roles.target], *test[roles.target]])
+    reader = _Reader(roles, kinds, _are_classes(roles, declared, train, test), where, declared)
+    reader.require_numbers_or_labels()
+    if reader.are_classes:
+        reader.warn_of_amounts([*train[roles.targets[0]], *test[roles.targets[0]]])
     plain = {
         ours: _plain_columns(train[name], test[name], name, where, protected)
         for ours, name in roles.others.items()
@@ -149,8 +150,9 @@ def arrays_of_tables(
         reader.warn_of_large_scales(train, arrays["x"])
     if not protected:
         reader.warn_of_identifiers(train)
-    target = kinds[roles.target]
-    names = target.values if isinstance(target, CategoryType) else ()
+    target = kinds[roles.targets[0]]
+    is_single = len(roles.targets) == 1
+    names = target.values if is_single and isinstance(target, CategoryType) else ()
     tests = reader.arrays(test, "test", protected)
     tests |= {ours: column for ours, (_, column) in plain.items()}
     return Arrays(
@@ -166,6 +168,13 @@ def arrays_of_tables(
         class_names=names,
         columns=reader.descriptions(train, arrays["y"], normalize, protected),
     )
+
+
+def _are_classes(roles: _ColumnRoles, declared: Collection[str], train: Table, test: Table) -> bool:
+    """Whether a single target of undeclared type has whole numbers, which are classes then."""
+    if len(roles.targets) > 1 or roles.targets[0] in declared:
+        return False
+    return all(_are_whole(part[roles.targets[0]]) for part in (train, test))
 
 
 FOUND = {
@@ -186,7 +195,7 @@ def _refuse_found(
     where: str,
 ) -> None:
     """Refuse, before looking at any value, what would be found in the rows of a private run."""
-    if not declared.keys() >= {*roles.inputs, roles.target}:
+    if not declared.keys() >= {*roles.inputs, *roles.targets}:
         raise FedsimError(FOUND["types"].format(name=where))
     if normalize and any(declared[name].is_unscaled for name in roles.inputs):
         raise FedsimError(FOUND["mean"].format(name=where))
@@ -201,31 +210,31 @@ def inputs_of_table(table: Table, features: Sequence[str], where: str) -> npt.ND
         If a column is missing, or a value is not of its column's type.
     """
     types = types_of_features(features, table, where)
-    reader = _Reader(_ColumnRoles(tuple(types), "", {}), types, are_classes=False, where=where)
+    reader = _Reader(_ColumnRoles(tuple(types), (), {}), types, are_classes=False, where=where)
     return reader.inputs(table, "input", tolerant=False)
 
 
 @dataclass(frozen=True)
 class _ColumnRoles:
-    """Which columns are the inputs and the target, and the names of further columns.
+    """Which columns are the inputs and the targets, and the names of further columns.
 
     Attributes
     ----------
     inputs : tuple of str
         Names of the input columns.
-    target : str
-        Name of the target's column.
+    targets : tuple of str
+        Names of the targets' columns.
     others : mapping of str to str
         Further columns: their name in fedsim (``owner``) to their name in the table.
     """
 
     inputs: tuple[str, ...]
-    target: str
+    targets: tuple[str, ...]
     others: Mapping[str, str]
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self.inputs, self.target, *self.others.values())
+        return (*self.inputs, *self.targets, *self.others.values())
 
     @classmethod
     def parse(cls, columns: str, table: Table, where: str, protected: bool) -> _ColumnRoles:
@@ -236,11 +245,12 @@ class _ColumnRoles:
                 f"data.columns is '{columns}'; for {where} it must name the target's column, and "
                 "may name others, each once, such as 'y=income,owner=hospital,x=age+sex'."
             )
-        target, inputs = named.pop("y"), named.pop("x", "")
-        others = [name for name in table if name not in (target, *named.values())]
+        targets = [name.strip() for name in named.pop("y").split("+")]
+        inputs = named.pop("x", "")
+        others = [name for name in table if name not in (*targets, *named.values())]
         names = [name.strip() for name in inputs.split("+")] if inputs else others
-        roles = cls(tuple(names), target, named)
-        for name, times in Counter((*roles.inputs, target)).items():
+        roles = cls(tuple(names), tuple(targets), named)
+        for name, times in Counter((*names, *targets)).items():
             if times > 1:
                 raise FedsimError(
                     f"data.columns is '{columns}'; '{name}' must be the target of {where} or an "
@@ -262,7 +272,7 @@ class _ColumnRoles:
             if name not in test:
                 raise FedsimError(f"{where} has no column '{name}' among its test examples.")
         for split, part in (("training", train), ("test", test)):
-            if not len(part[self.target]):
+            if not len(part[self.targets[0]]):
                 raise FedsimError(f"{where} has no {split} examples; it must have some.")
 
 
@@ -277,19 +287,47 @@ class _Reader:
     declared: Collection[str] = ()  # columns whose types are declared
 
     def arrays(self, table: Table, split: str, tolerant: bool) -> dict[str, npt.NDArray[Any]]:
-        """Arrays ``x`` [N, d] and ``y`` [N] of a table."""
-        target = self._read(self.roles.target, table, split, tolerant)
+        """Arrays ``x`` [N, d] and ``y`` [N], or [N, K] of several targets, of a table."""
+        if len(self.roles.targets) > 1:
+            labels = [self._label(name, table, split, tolerant) for name in self.roles.targets]
+            return {"x": self.inputs(table, split, tolerant), "y": np.stack(labels, axis=1)}
+        (name,) = self.roles.targets
+        target = self._read(name, table, split, tolerant)
         if self.are_classes:
             target = np.where(np.isnan(target), -1, target).astype(np.int64)
             if target.min(initial=0) < 0 and not tolerant:
                 raise FedsimError(
-                    f"{self.where} has the class {target.min()} in column '{self.roles.target}'; "
+                    f"{self.where} has the class {target.min()} in column '{name}'; "
                     "classes that are numbers must be from 0 up, unless they are declared as "
-                    f"categories, such as data.types = '{self.roles.target}=-1|1'."
+                    f"categories, such as data.types = '{name}=-1|1'."
                 )
-        elif isinstance(self.types[self.roles.target], NumberType):
+        elif isinstance(self.types[name], NumberType):
             target = target.astype(np.float32)
         return {"x": self.inputs(table, split, tolerant), "y": target}
+
+    def _label(
+        self, name: str, table: Table, split: str, tolerant: bool
+    ) -> npt.NDArray[np.float32]:
+        """One of several targets as numbers ``[N]``: of a category 0 or 1, NaN if it is unknown."""
+        values = self._read(name, table, split, tolerant).astype(np.float32)
+        is_category = isinstance(self.types[name], CategoryType)
+        return np.where(values < 0, np.nan, values) if is_category else values
+
+    def require_numbers_or_labels(self) -> None:
+        """Refuse, among several targets, a category that is no label.
+
+        Raises
+        ------
+        FedsimError
+        """
+        for name in self.roles.targets if len(self.roles.targets) > 1 else ():
+            kind = self.types[name]
+            if isinstance(kind, CategoryType) and kind.width != 2:
+                raise FedsimError(
+                    f"data.columns names several targets of {self.where}, and '{name}' has "
+                    f"{kind.width:,} categories; each must be a number, or have two categories, as "
+                    f"in data.types = '{name}=no|yes'."
+                )
 
     def inputs(self, table: Table, split: str, tolerant: bool) -> npt.NDArray[Any]:
         """Array ``x`` [N, d] of a table."""
@@ -315,10 +353,10 @@ class _Reader:
         others = {theirs: ours for ours, theirs in self.roles.others.items()}
         lines = []
         for name in table:
-            if name == self.roles.target:
+            if name in self.roles.targets:
                 found = not protected and self.are_classes
                 classes = f"class of {int(targets.max(initial=0)) + 1:,}" if found else ""
-                words = f"target, {classes or self.types[name].words}"
+                words = f"target, {classes or self._target_words(name)}"
             elif name in self.roles.inputs:
                 kind = self.types[name]
                 words = kind.words + (", normalised" if normalize and kind.is_unscaled else "")
@@ -326,6 +364,12 @@ class _Reader:
                 words = others.get(name, "ignored")
             lines.append(f"{name}: {words}")
         return tuple(lines)
+
+    def _target_words(self, name: str) -> str:
+        kind = self.types[name]
+        if len(self.roles.targets) > 1 and isinstance(kind, CategoryType):
+            return f"0 for {kind.values[0]} and 1 for {kind.values[1]}"
+        return kind.words
 
     def warn_of_identifiers(self, table: Table) -> None:
         """Warn of inputs that tell rows apart, or dates: numbers and categories cannot learn them.
@@ -345,7 +389,7 @@ class _Reader:
                 self.where,
                 " and ".join(f"{what} in column '{name}'" for name, what in suspects.items()),
                 ",".join(
-                    [f"y={self.roles.target}", f"x={inputs}"]
+                    [f"y={'+'.join(self.roles.targets)}", f"x={inputs}"]
                     + [f"{ours}={theirs}" for ours, theirs in self.roles.others.items()]
                 ),
             )
@@ -354,7 +398,7 @@ class _Reader:
         """Warn if classes look like amounts: there are many, and some have no example."""
         classes = int(max(map(number, targets))) + 1
         if classes > max(FEW_CATEGORIES, len(set(map(number, targets)))):
-            name = self.roles.target
+            (name,) = self.roles.targets
             _log.warning(
                 "%s has whole numbers up to %s in column '%s', so that the target is one of %s "
                 "classes: if they are amounts, declare them by data.types = '%s=number', with "

@@ -230,7 +230,7 @@ def _test_predictions(
 ) -> dict[str, Any] | None:
     """Predictions on test examples against the truth; None if they do not fit a picture."""
     count = len(trainer.data.y)
-    if not count:
+    if not count or not getattr(trainer.loss, "predicts_targets", True):
         return None
     model = trainer.model.eval()
     arrays = {name: values.to(trainer.data.y.device) for name, values in arrays.items()}

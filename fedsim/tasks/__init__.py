@@ -13,6 +13,7 @@ from fedsim.tasks.losses import (
     Loss,
     QuantileError,
     SquaredError,
+    Weibull,
     loss_of,
 )
 from fedsim.tasks.metrics import ExactSum, MeanOf, Metric, metric_of
@@ -24,6 +25,7 @@ from fedsim.tasks.named_metrics import (
     Accuracy,
     AveragePrecision,
     CalibrationError,
+    Concordance,
     Perplexity,
     TopK,
 )
@@ -39,6 +41,7 @@ __all__ = [
     "AveragePrecision",
     "BinaryCrossEntropy",
     "CalibrationError",
+    "Concordance",
     "CrossEntropy",
     "ExactSum",
     "ExampleLoss",
@@ -50,6 +53,7 @@ __all__ = [
     "QuantileError",
     "SquaredError",
     "TopK",
+    "Weibull",
     "loss_of",
     "metric_of",
 ]

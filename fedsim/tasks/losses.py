@@ -10,7 +10,7 @@ loss 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeAlias
@@ -19,7 +19,7 @@ from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Ge, Gt, Lt, check_settings
+from fedsim.settings import Ge, Gt, Lt, Text, check_settings
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``loss(outputs [B, ...], targets [B, ...]) -> [B]``: one loss for each example."""
@@ -29,6 +29,8 @@ class ExampleLoss(ABC):
     """A loss with settings. Subclasses are frozen dataclasses whose fields are the settings."""
 
     higher_is_better: ClassVar[bool] = False
+    predicts_targets: ClassVar[bool] = True
+    """Whether outputs are the predicted targets, not the parameters of a distribution."""
 
     def __post_init__(self) -> None:
         check_settings(self, "task.")
@@ -130,6 +132,34 @@ class NumberLoss(ExampleLoss):
         return losses.sum(1) / losses.shape[1]
 
 
+LARGEST_CLASS_WEIGHT = 1e6
+
+
+def parse_class_weights(weights: str | float | Sequence[float]) -> tuple[float, ...]:
+    """A weight for each class, from ``"1,5"``, a number, or a sequence; empty for none.
+
+    Raises
+    ------
+    FedsimError
+        If one is no number from 0 to a million.
+    """
+    pieces = str(weights).strip("[]() ").split(",") if str(weights).strip("[]() ") else []
+    try:
+        parsed = tuple(map(float, pieces))
+    except ValueError:
+        parsed = (-1.0,)
+    if not all(0 <= weight <= LARGEST_CLASS_WEIGHT for weight in parsed):
+        raise FedsimError(
+            f"task.class-weights is {str(weights)[:100]!r}; it must give each class a number from "
+            f"0 to {LARGEST_CLASS_WEIGHT:,.0f}, separated by commas, such as '1,5'."
+        )
+    return parsed
+
+
+def _write_class_weights(weights: Sequence[float]) -> str:
+    return ",".join(f"{weight:.15g}" for weight in weights)
+
+
 @register("loss", "cross-entropy")
 @dataclass(frozen=True)
 class CrossEntropy(ExampleLoss):
@@ -137,10 +167,16 @@ class CrossEntropy(ExampleLoss):
 
     With ``label_smoothing`` s, an example's class has weight 1 - s, and s is spread evenly over all
     K classes (Szegedy et al. 2016). With positions it is the mean over those that count.
+    ``class_weights`` multiply an example's loss, before its gradient is bounded, and nothing is
+    divided by their sum, which would depend on other examples.
     """
 
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Label smoothing: the share of a target that is spread evenly over all classes."""
+    class_weights: Annotated[
+        tuple[float, ...], Text(parse_class_weights, _write_class_weights)
+    ] = ()
+    """Weights of the classes in the loss, declared, in their order, such as '1,5'; empty for 1."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy of each example, ``[B]``.
@@ -151,6 +187,11 @@ class CrossEntropy(ExampleLoss):
             If outputs and targets do not have these shapes.
         """
         logits = class_logits(outputs, targets)
+        if self.class_weights and len(self.class_weights) != logits.shape[-1]:
+            raise FedsimError(
+                f"task.class-weights has {len(self.class_weights)} numbers; it must have one for "
+                f"each of the {logits.shape[-1]} classes of the model."
+            )
         flat = torch.nn.functional.cross_entropy(
             logits.flatten(0, -2),
             targets.flatten(),
@@ -158,6 +199,8 @@ class CrossEntropy(ExampleLoss):
             ignore_index=IGNORED,
             label_smoothing=self.label_smoothing,
         )
+        if self.class_weights:
+            flat = flat * flat.new_tensor(self.class_weights)[targets.flatten().clamp_min(0)]
         return (
             flat if targets.dim() == 1 else mean_over(flat.view(targets.shape), targets != IGNORED)
         )
@@ -234,6 +277,63 @@ class QuantileError(NumberLoss):
         """``max(-q e, (1 - q) e)``."""
         gap = outputs - targets
         return torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)
+
+
+SHORTEST_TIME = 1e-3
+"""Times count as at least this, in units of `Weibull.time_scale`: at 0 there is no likelihood."""
+
+
+@register("loss", "weibull")
+@dataclass(frozen=True)
+class Weibull(ExampleLoss):
+    """Negative log-likelihood of a time until an event, or until it was last seen without one.
+
+    Targets ``[B, 2]`` are a time, and 1 if the event was seen then, else 0 (censored). Outputs
+    ``[B, 2]`` are the logarithms of the scale, in units of ``time_scale``, and of the shape of a
+    Weibull distribution; with a shape of 1 the hazard is constant. The loss needs no other example,
+    as Cox's partial likelihood does, whose gradient is no sum over examples.
+    Source: Kalbfleisch and Prentice 2002.
+    """
+
+    predicts_targets: ClassVar[bool] = False
+    time_scale: Annotated[float, Gt(0)] = 1.0
+    """The unit of time, declared: a typical time, so that outputs near 0 fit."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each example, ``[B]``; 0 where the time or the event is NaN.
+
+        Raises
+        ------
+        FedsimError
+            If an example does not have two targets, a time and an event.
+        """
+        outputs = like_targets(outputs, targets)
+        times, events = times_and_events(targets)
+        counts = ~(times.isnan() | events.isnan())
+        # Masked before and after: NaN times zero is NaN, in the gradient too.
+        times, events = torch.where(counts, times, 1.0), torch.where(counts, events, 0.0)
+        log_times = (times.to(outputs) / self.time_scale).clamp_min(SHORTEST_TIME).log()
+        log_scale, log_shape = outputs[..., 0], outputs[..., 1]
+        hazards = (log_times - log_scale) * log_shape.exp()  # logarithm of the cumulative hazard
+        likelihoods = events.to(outputs) * (hazards + log_shape - log_times) - hazards.exp()
+        return torch.where(counts, -likelihoods, 0.0)
+
+
+def times_and_events(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Both columns of targets ``[B, 2]``.
+
+    Raises
+    ------
+    FedsimError
+        If targets have another shape.
+    """
+    if targets.shape[1:] != (2,):
+        raise FedsimError(
+            f"there are targets {list(targets.shape)}; survival (task.loss = 'weibull', "
+            "task.metrics = 'concordance') takes [B, 2], a time and whether the event was seen, "
+            "as data.columns = 'y=time+event' has them."
+        )
+    return targets[..., 0], targets[..., 1]
 
 
 @check_arguments

@@ -17,7 +17,7 @@ from fedsim.array_types import Floats, Ints
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Ge
-from fedsim.tasks.losses import like_targets
+from fedsim.tasks.losses import like_targets, times_and_events
 from fedsim.tasks.metrics import MIN_BIT, ExactSum, Mean, Metric, Summed, by_label, counted
 
 
@@ -265,6 +265,51 @@ class AveragePrecision(Ranking):
         found, ranked = np.cumsum(positives), np.cumsum(positives + negatives)
         steps = (positives * (found / ranked)).tolist()
         return math.fsum(steps) / int(positives.sum())
+
+
+@register("metric", "concordance")
+@dataclass(frozen=True)
+class Concordance(Metric):
+    """Share of comparable pairs whose times are in the order of the model's first output.
+
+    Targets ``[B, 2]`` are a time, and 1 if the event was seen then, else 0. A pair is comparable
+    if the event was seen at the earlier time, or at one of two equal times; equal outputs count
+    half. A larger output must mean a longer time, as the scale of the loss ``weibull`` does.
+    Source: Harrell et al. 1982.
+    """
+
+    ends: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
+
+    def init(self) -> Scores:
+        """No examples."""
+        return ()
+
+    def update(self, state: Scores, outputs: Tensor, targets: Tensor) -> Scores:
+        """Outputs, and times and events, after more examples."""
+        times, events = times_and_events(targets)
+        scores = outputs.reshape(len(outputs), -1)[:, 0]
+        known = ~(times.isnan() | events.isnan())
+        observed = torch.stack([times, events], 1)[known]
+        return (*state, (scores[known].double().numpy(), observed.double().numpy()))
+
+    def merge(self, first: Scores, second: Scores) -> Scores:
+        """Examples of both."""
+        return first + second
+
+    def finish(self, state: Scores) -> float:
+        """Concordant pairs divided by comparable ones; NaN if there are none."""
+        if not state:
+            return math.nan
+        scores, observed = (np.concatenate(columns) for columns in zip(*state, strict=True))
+        if not np.isfinite(scores).all():
+            return math.nan
+        times, seen = observed[:, 0], observed[:, 1] == 1
+        twice = comparable = 0
+        for time, score in zip(times[seen].tolist(), scores[seen].tolist(), strict=True):
+            others = scores[(times > time) | ((times == time) & ~seen)]
+            comparable += len(others)
+            twice += 2 * int((others > score).sum()) + int((others == score).sum())
+        return twice / (2 * comparable) if comparable else math.nan
 
 
 @register("metric", "rmse")

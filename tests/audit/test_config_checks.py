@@ -63,8 +63,13 @@ def test_an_address_that_leaves_the_round_out_is_seen(purpose: Purpose) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model__name": "mlp", "model__widths": "8"}, {"client__mechanism__per_layer": True}],
-    ids=["softmax", "mlp", "layers"],
+    [
+        {},
+        {"model__name": "mlp", "model__widths": "8"},
+        {"client__mechanism__per_layer": True},
+        {"task__class_weights": "1000" + ",10" * 9},
+    ],
+    ids=["softmax", "mlp", "layers", "weighted classes"],
 )
 def test_an_example_moves_the_real_sum_by_its_bound_at_most(changes: dict[str, str | bool]) -> None:
     check = found(changed(**changes), MODEL)

@@ -244,6 +244,68 @@ def test_a_table_says_what_each_column_became_and_of_protected_rows_what_was_dec
     assert not caplog.records
 
 
+SURVIVAL = """age,days,died,stage
+50,10.5,yes,1
+60,-1,no,2
+70,300,yes,3
+80,4,no,1
+90,7,yes,2
+"""
+
+
+def test_several_targets_are_numbers_and_labels_in_their_order(tmp_path):
+    path = tmp_path / "patients.csv"
+    path.write_text(SURVIVAL)
+    columns, types = "y=days+died,x=age", "age=0:100,days=number,died=no|yes"
+    for declared in (types, ""):
+        data = datasets.load(str(path), columns=columns, types=declared)
+        assert data.train.y.tolist() == [[10.5, 1], [-1, 0], [300, 1], [4, 0]]
+        assert data.test.y.tolist() == [[7, 1]]
+        assert (data.num_classes, data.num_outputs, data.class_names) == (0, 2, ())
+    assert data.columns[1:] == (
+        "days: target, number",
+        "died: target, 0 for no and 1 for yes",
+        "stage: ignored",
+    )
+    # The first of two declared categories is 0, whatever the order of texts is.
+    turned = datasets.load(str(path), columns=columns, types=types.replace("no|yes", "yes|no"))
+    assert turned.train.y[:, 1].tolist() == [0, 1, 0, 1]
+    numbers = datasets.load(str(path), columns="y=stage+days,x=age")  # no class, but a number
+    assert numbers.train.y[:, 0].tolist() == [1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "types", "why"),
+    [
+        ("y=days+stage,x=age", "stage=1|2|3", "'stage' has 3 categories; each must be a number"),
+        ("y=days+days,x=age", "", "'days' must be the target .* named once"),
+        ("y=days+died,x=age+died", "", "'died' must be the target .* or an input"),
+        ("y=days+dead,x=age", "", "names 'dead', and .* has the columns age, days"),
+        ("y=days+,x=age", "", "names '', and"),
+        ("y=days+died,x=age", "days=0:400", "a range, for the target, which is not scaled"),
+    ],
+)
+def test_several_targets_that_cannot_be_are_refused(tmp_path, columns, types, why):
+    path = tmp_path / "patients.csv"
+    path.write_text(SURVIVAL)
+    with pytest.raises(FedsimError, match=why):
+        datasets.load(str(path), columns=columns, types=types)
+
+
+def test_in_a_protected_table_a_target_that_is_unusable_is_missing_and_ends_nothing(tmp_path):
+    path = tmp_path / "patients.csv"
+    path.write_text(SURVIVAL.replace("60,-1,no", "60,soon,perhaps"))
+    columns, types = "y=days+died,x=age", "age=0:100,days=number,died=no|yes"
+    data = datasets.load(str(path), columns=columns, types=types, protected=True)
+    assert data.train.y[1].isnan().all()
+    assert not data.train.y[[0, 2, 3]].isnan().any()
+    undeclared = {"data.name": str(path), "data.columns": columns, "data.types": "age=0:100"}
+    private = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "partition.clients": 2}
+    task = {"task.loss": "weibull", "task.metrics": "concordance"}
+    with pytest.raises(FedsimError, match="does not say what every column"):
+        fedsim.run(fedsim.RunConfig().replace(**undeclared, **private, **task), out=None)
+
+
 def test_numbers_with_a_comma_are_categories_with_a_warning(tmp_path, caplog):
     path = tmp_path / "t.csv"
     path.write_text('a,y\n"0,5",1\n"1,5",0\n"2,0",1\n' + '"1,5",0\n' * 3)

@@ -21,6 +21,7 @@ from fedsim.tasks import (
     Huber,
     QuantileError,
     SquaredError,
+    Weibull,
 )
 from fedsim.tasks.statistics_loss import StatisticsLoss
 
@@ -124,9 +125,10 @@ def test_amounts_that_are_taken_for_classes_are_said_how_to_give() -> None:
 @pytest.mark.parametrize("name", registry.names("loss"))
 def test_every_loss_gives_one_number_for_each_example_under_vmap(name: str) -> None:
     # Of statistics a target has four sums, after the inputs' own term.
-    outputs = torch.randn(4, 3, 1 + 4 * 5 if name == "statistics" else 5)
+    width = 2 if name == "weibull" else 5  # a time and an event
+    outputs = torch.randn(4, 3, 1 + 4 * 5 if name == "statistics" else width)
     classes = name == "cross-entropy"
-    targets = torch.randint(5, (4, 3)) if classes else (torch.rand(4, 3, 5) < 0.5).float()
+    targets = torch.randint(5, (4, 3)) if classes else (torch.rand(4, 3, width) < 0.5).float()
     loss = loss_of(loss=name)
     apart = torch.stack([loss(z, y) for z, y in zip(outputs, targets, strict=True)])
     torch.testing.assert_close(torch.func.vmap(loss)(outputs, targets), apart)
@@ -227,3 +229,49 @@ def test_a_loss_refuses_settings_out_of_range_in_python_too(cls, settings) -> No
 def test_the_default_metric_of_numbers_is_named_where_the_loss_is_of_numbers() -> None:
     with pytest.raises(FedsimError, match=r"task\.metrics = 'rmse'"):
         Accuracy().update(Accuracy().init(), torch.zeros(2, 1), torch.tensor([0.5, 1.5]))
+
+
+def test_an_example_counts_as_often_as_its_class_is_declared_to() -> None:
+    z, y = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, IGNORED, 0])
+    weights = torch.tensor([1.0, 0.0, 2.5])
+    plain = CrossEntropy(0.1)(z, y)
+    loss = CrossEntropy(0.1, class_weights=(1, 0, 2.5))
+    weighted = loss(z, y)
+    torch.testing.assert_close(weighted, plain * weights[y.clamp_min(0)])
+    # An example's loss is the same whoever else is in the batch: nothing is divided by weights.
+    torch.testing.assert_close(loss(z[3:4], y[3:4])[0], weighted[3])
+    assert loss_of(**{"class-weights": "1, 0,2.5"}) == CrossEntropy(class_weights=(1.0, 0.0, 2.5))
+    with pytest.raises(FedsimError, match=r"class-weights has 2 numbers; .* each of the 3 classes"):
+        CrossEntropy(class_weights=(1, 2))(z, y)
+    for wrong in ("1,-1", "1,nan", "a,b", "1,inf", "1;2"):
+        with pytest.raises(FedsimError, match=r"class-weights.* it must give each class a number"):
+            loss_of(**{"class-weights": wrong})
+
+
+def test_times_have_the_likelihood_of_a_weibull_distribution_with_those_not_seen_censored() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(50, 2, generator=generator, dtype=torch.float64).mul(0.5).requires_grad_()
+    times = torch.rand(50, generator=generator, dtype=torch.float64) * 900 + 1
+    seen = torch.arange(50) % 3 > 0
+    y = torch.stack([times, seen.double()], 1)
+    law = torch.distributions.Weibull(z[:, 0].exp(), z[:, 1].exp())
+    unit = times / 300
+    survival = -((unit / z[:, 0].exp()) ** z[:, 1].exp())
+    expected = -torch.where(seen, law.log_prob(unit), survival)
+    losses = Weibull(time_scale=300)(z, y)
+    torch.testing.assert_close(losses, expected)
+    (gradient,) = torch.autograd.grad(losses.sum(), z)
+    (known,) = torch.autograd.grad(expected.sum(), z)
+    torch.testing.assert_close(gradient, known)
+
+
+def test_a_time_or_an_event_that_is_missing_adds_nothing_and_a_time_of_zero_is_finite() -> None:
+    z = torch.zeros(3, 2, requires_grad=True)
+    y = torch.tensor([[math.nan, 1.0], [2.0, math.nan], [0.0, 1.0]])
+    losses = Weibull()(z, y)
+    (gradient,) = torch.autograd.grad(losses.sum(), z)
+    assert losses[:2].tolist() == [0, 0]
+    assert gradient[:2].abs().sum() == 0
+    assert bool(losses.isfinite().all() and gradient.isfinite().all())
+    with pytest.raises(FedsimError, match=r"takes \[B, 2\], a time and whether the event was seen"):
+        Weibull()(torch.zeros(3, 3), torch.zeros(3, 3))

@@ -29,6 +29,7 @@ from fedsim.tasks import (
     Accuracy,
     AveragePrecision,
     CalibrationError,
+    Concordance,
     CrossEntropy,
     ExactSum,
     MeanOf,
@@ -329,3 +330,33 @@ def test_a_function_is_a_metric_that_is_averaged() -> None:
     assert metrics_of("test_metrics:Own(k=2)") == {"Own-2": Own(2)}
     with pytest.raises(FedsimError, match=r"'mean' gives \[\] for 2 examples"):
         metrics_of("test_metrics:mean")["mean"].update(ExactSum(), z, y)
+
+
+def by_hand_concordance(z: Tensor, y: Tensor) -> float:
+    """Harrell's C by its definition, pair by pair."""
+    hits = pairs = 0.0
+    for i in range(len(z)):
+        for j in range(len(z)):
+            earlier = y[i, 0] < y[j, 0] or (y[i, 0] == y[j, 0] and not y[j, 1])
+            if y[i, 1] and earlier and i != j:
+                pairs += 1
+                hits += float(z[i, 0] < z[j, 0]) + 0.5 * float(z[i, 0] == z[j, 0])
+    return hits / pairs
+
+
+def test_concordance_is_the_share_of_comparable_pairs_in_order() -> None:
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randint(-3, 4, (40, 2), generator=generator).float()
+    y = torch.stack(
+        [torch.randint(1, 12, (40,), generator=generator), torch.arange(40) % 3 > 0], 1
+    ).float()
+    metric = Concordance()
+    whole = metric.finish(metric.update(metric.init(), z, y))
+    assert whole == pytest.approx(by_hand_concordance(z, y))
+    parts = [metric.update(metric.init(), z[part], y[part]) for part in (slice(17), slice(17, 40))]
+    assert metric.finish(metric.merge(*reversed(parts))) == whole
+    exact = torch.tensor([[1.0], [2.0], [3.0]])
+    assert metric.finish(metric.update((), exact, torch.tensor([[5.0, 1], [7, 0], [8, 1]]))) == 1
+    assert math.isnan(metric.finish(metric.update((), exact, torch.zeros(3, 2))))
+    with pytest.raises(FedsimError, match="a time and whether the event was seen"):
+        metric.update((), exact, torch.zeros(3))
