@@ -7,8 +7,10 @@ from importlib.util import find_spec
 from fedsim.errors import FedsimError
 
 EXTRAS = {
+    "PIL": "vision",
     "datasets": "flwr-datasets",
     "flwr_datasets": "flwr-datasets",
+    "h5py": "hdf5",
     "matplotlib": "plots",
     "mlflow": "mlflow",
     "onnx": "onnx",

@@ -67,9 +67,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "data": {
         **dict.fromkeys(("fmnist", "fashion"), "fashion-mnist"),
         "cifar": "cifar10",
-        "femnist": "FEMNIST is read from a folder that Hugging Face's datasets has saved "
-        "(save_to_disk, with the splits train and test), as in data.columns = "
-        "'x=image,y=character,owner=writer_id'",
+        **dict.fromkeys(("emnist", "fed-emnist"), "femnist"),
+        "fed-cifar100": "cifar100",
+        **dict.fromkeys(("heart-disease", "fed-heart-disease"), "heart"),
+        **dict.fromkeys(("tcga", "fed-tcga-brca"), "tcga-brca"),
     },
     "partition": {
         "lda": "dirichlet",

@@ -73,9 +73,10 @@ class DataSection(ObjectTable, table="data"):
     name: Annotated[
         str, NamesPath(is_name=lambda name: DataSection.registered(name) != "files")
     ] = "digits"
-    """The data set: `digits`, which is part of fedsim, `mnist`, `fashion-mnist`, `cifar10`,
-    `cifar100`, or a path of your own: an .npz, a .csv, or a folder with .npy files (which are
-    memory-mapped), with train.csv and test.csv, or with what `datasets` has saved."""
+    """The data set: `digits`, which is part of fedsim, another that `fedsim config list data`
+    names (`mnist`, `cifar10`, `femnist`), or a path of your own: an .npz, a .csv, or a folder with
+    .npy files (which are memory-mapped), with train.csv and test.csv, or with what `datasets` has
+    saved."""
     dir: Annotated[str, OUTSIDE_RELEASE, NamesPath("location")] = "data"
     """The folder that holds data sets."""
     download: Annotated[bool, OUTSIDE_RELEASE] = False

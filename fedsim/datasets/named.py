@@ -1,7 +1,8 @@
-"""The named data sets: digits, which is part of this package, and torchvision's."""
+"""Data sets by name: digits, which is part of this package, and torchvision's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from fedsim import regular_files
 from fedsim.datasets.arrays import read_npz
 from fedsim.datasets.dataset import Dataset
+from fedsim.datasets.published_files import SPLITS, TFF, SplitArrays, in_folder, labels, tff_command
 from fedsim.errors import FedsimError
 from fedsim.registry import register
 
@@ -51,9 +53,6 @@ class Digits:
         return Dataset.from_arrays("digits", train, test, classes=10, source=_SOURCE)
 
 
-SplitArrays = dict[str, npt.NDArray[Any]]
-
-
 class Published:
     """A well-known data set, read from ``<name>.npz`` or torchvision's own files.
 
@@ -63,12 +62,15 @@ class Published:
         Its names in fedsim and in torchvision.
     classes : int
         Number of classes.
+    tff : TFF or None
+        TensorFlow Federated's HDF5 of it, with owners, in the folder of its name.
     mean, std : tuple of float
         Mean and standard deviation of each channel, for pixels in [0, 1], as commonly used.
     """
 
     name: ClassVar[str]
     torchvision: ClassVar[str]
+    tff: ClassVar[TFF | None] = None
     classes: ClassVar[int] = 10
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
@@ -86,9 +88,16 @@ class Published:
         mean, std = (self.mean, self.std) if normalize else (None, None)
         names = (f"{self.name}.npz", f"{self.name.replace('-', '_')}.npz")
         path = next((directory / name for name in names if (directory / name).is_file()), None)
+        train: Mapping[str, npt.NDArray[Any]]
+        test: Mapping[str, npt.NDArray[Any]]
         if path is not None:
             arrays = read_npz(path)
             train, test, source = arrays.train, arrays.test, str(path)
+        elif self.tff and (place := self.tff.place(directory / self.name)):
+            train, test = (self.tff.read(place, split, protected) for split in SPLITS)
+            # Its test clients are others, who have the same ids as some of the training clients.
+            test = {key: array for key, array in test.items() if key != "owner"}
+            source = str(place)
         else:
             train, test = (self._read(directory, download, part) for part in (True, False))
             source = f"torchvision, {directory}"
@@ -119,8 +128,17 @@ class Published:
         try:
             data_set = kind(root=str(directory), train=train, download=download)
         except (RuntimeError, OSError, EOFError) as error:
-            raise FedsimError(_sentence(self.name, directory, download, error)) from error
+            raise FedsimError(
+                _sentence(self.name, directory, download, error) + self._with_owners(directory)
+            ) from error
         return {"x": np.asarray(data_set.data), "y": np.asarray(data_set.targets)}
+
+    def _with_owners(self, directory: Path) -> str:
+        """End of a sentence on missing files: how those with owners are fetched, if there are."""
+        if not self.tff:
+            return "."
+        command = in_folder(tff_command(self.tff.stem), directory / self.name)
+        return f"; for {self.tff.files}, which have owners: {command}"
 
 
 def _sentence(name: str, folder: Path, download: bool, error: Exception) -> str:
@@ -128,12 +146,12 @@ def _sentence(name: str, folder: Path, download: bool, error: Exception) -> str:
         cause = str(error).strip().replace("\n", " ").rstrip(".")
         return (
             f"data.name is '{name}' and downloading it into '{folder}' failed ({cause}); set "
-            f"data.dir to a folder that has torchvision's files for it or {name}.npz."
+            f"data.dir to a folder that has torchvision's files for it or {name}.npz"
         )
     return (
         f"data.name is '{name}', but '{folder}' holds neither {name}.npz (with x_train, y_train, "
         "x_test, y_test) nor torchvision's files for it; set data.dir to a folder that does, "
-        "or data.download = true to fetch them."
+        "or data.download = true to fetch them"
     )
 
 
@@ -164,11 +182,20 @@ class CIFAR10(Published):
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
+def _photographs(images: Any, classes: Any) -> SplitArrays:
+    return {"x": np.asarray(images, dtype=np.uint8), "y": labels(classes)}
+
+
 @register("data", "cifar100")
 @dataclass(frozen=True)
 class CIFAR100(Published):
-    """CIFAR-100: 60,000 photographs of a hundred things, 32x32 (Krizhevsky 2009)."""
+    """CIFAR-100: 60,000 photographs of a hundred things, 32x32 (Krizhevsky 2009).
+
+    TensorFlow Federated's HDF5 in ``data.dir/cifar100``, if it is there, has the same with 500
+    owners of 100 training images each (Reddi et al. 2021: Pachinko allocation).
+    """
 
     name, torchvision = "cifar100", "CIFAR100"
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
     classes = 100
+    tff = TFF("fed_cifar100", ("image", "label"), _photographs, classes=100)
