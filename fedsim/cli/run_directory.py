@@ -87,23 +87,30 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the run's adapter into the model's weights.")
     ] = False,
+    client_noun: Annotated[
+        str,
+        typer.Option(help="What a client is on the bundle's page; the owners' column if unset."),
+    ] = "",
 ) -> None:
     """Convert a run's model to another format, or make a bundle of it to publish.
 
     For example:
 
         fedsim export runs/digits --to onnx
-        fedsim export runs/digits --public
+        fedsim export runs/digits --public --client-noun hospital
         fedsim export runs/text-adapter --to peft
 
     `peft` is a folder with a run's adapter, which peft and `adapter.weights` read. ONNX and
     TorchScript models take the data set's own inputs: they contain the normalisation.
     `--public` leaves out what the guarantee does not cover: metrics, times, who was sampled,
-    paths. The bundle holds the model, the statement, and the config. The statement has the
+    paths. The bundle holds the model, the statement, and the config; `statement.html` is one page
+    in plain words, for an ethics board, to be printed. The statement has the
     ledger's final hash, except for a simulated run, whose seed could be found from it.
     """
     if public == bool(to):
         raise FedsimError("give either --to FORMAT or --public.")
+    if client_noun and not public:
+        raise FedsimError("--client-noun is for --public, whose page uses it.")
     if public and merge:
         raise FedsimError("--merge is for --to FORMAT; --public publishes what was released.")
     from fedsim.privacy.durable import replace
@@ -119,7 +126,7 @@ def export(
     console = Output()
     if public:
         path = out or run.absolute().with_name(f"{run.absolute().name}-public")
-        console.print(f"bundle: {publish(saved, path)}", soft_wrap=True)
+        console.print(f"bundle: {publish(saved, path, client_noun)}", soft_wrap=True)
         return
     path = out or default_path(saved, to)
     if to == PEFT:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import tomli_w
@@ -208,8 +209,10 @@ _NO_HEAD = (
 )
 
 
-def publish(saved: SavedRun, out: Path) -> Path:
+def publish(saved: SavedRun, out: Path, client_noun: str = "") -> Path:
     """Write a private run's public bundle: model, statement and config.
+
+    ``statement.html`` is the statement on one page, in words for an ethics board.
 
     It has only what the guarantee covers, and nothing by which the seed of simulated noise could
     be found.
@@ -219,6 +222,8 @@ def publish(saved: SavedRun, out: Path) -> Path:
     saved : SavedRun
     out : path
         A directory that does not exist.
+    client_noun : str
+        What that page calls a client; by default, what the owners' column is called.
 
     Raises
     ------
@@ -251,6 +256,14 @@ def publish(saved: SavedRun, out: Path) -> Path:
         ]
         texts += [_EXAMPLES_TOO] if len(statements) < len(covered) else []
         (draft / "statement.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+        # Reports are not imported here: they are a layer above.
+        page = resolve_name("fedsim.reports.board_page:board_page")(
+            saved.config.title or saved.config.name,
+            statements,
+            client_noun or saved.record.client_noun or "client",
+            examples_too=len(statements) < len(covered),
+        )
+        (draft / "statement.html").write_text(page, encoding="utf-8")
         facts = [{k: v for k, v in s.to_dict().items() if k != "ledger"} for s in statements]
         (draft / "statement.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         settings = tomli_w.dumps(_public_config(saved.config, simulated))

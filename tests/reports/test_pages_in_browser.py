@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from fedsim.reports.compare_page import compare_page
 from fedsim.reports.page import render
 from fedsim.reports.plots import DARK, LIGHT
 from fedsim.reports.run_page import run_page
+from fedsim.runs.export import publish
 from fedsim.runs.record import RunRecord, read_all
 
 pytestmark = [
@@ -90,10 +92,11 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     (folder / "gaps.html").write_text(html, encoding="utf-8")
     names = ("long", "empty", "devices", "named", "compare", "gaps")
     others = {name: folder / f"{name}.html" for name in names}
-    return {"run": folder / "run" / "report.html", **others}
+    board = publish(fedsim.load(folder / "run"), folder / "bundle") / "statement.html"
+    return {"run": folder / "run" / "report.html", "board": board, **others}
 
 
-@pytest.mark.parametrize("name", ["run", "long", "empty", "devices", "named", "compare"])
+@pytest.mark.parametrize("name", ["run", "long", "empty", "devices", "named", "compare", "board"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_page_opens_without_complaint_and_fits(
     name: str, width: int, pages: dict[str, Path], browser: Browser
@@ -107,7 +110,15 @@ def test_a_page_opens_without_complaint_and_fits(
     charts = browser.evaluate("document.querySelectorAll('[data-chart]').length")
     drawn = browser.evaluate("document.querySelectorAll('.plot > svg, .plot canvas').length")
     assert charts == drawn
-    assert charts >= (0 if name == "empty" else 1)
+    assert charts >= (0 if name in ("empty", "board") else 1)
+
+
+def test_the_statement_for_a_board_is_one_printed_page(
+    pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["board"])
+    printed = base64.b64decode(browser.call("Page.printToPDF", preferCSSPageSize=True)["data"])
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1
 
 
 @pytest.mark.parametrize("name", ["run", "named"])

@@ -498,7 +498,8 @@ def test_a_bundle_holds_what_is_covered_and_no_operators_fact(
 ) -> None:
     publish(fedsim.load(private_run), tmp_path / "bundle")
     names = sorted(path.name for path in (tmp_path / "bundle").iterdir())
-    assert names == ["config.toml", "model.safetensors", "statement.json", "statement.txt"]
+    statements = [f"statement.{kind}" for kind in ("html", "json", "txt")]
+    assert names == ["config.toml", "model.safetensors", *statements]
     everything = b"".join(path.read_bytes() for path in (tmp_path / "bundle").iterdir())
     assert str(private_run).encode() not in everything
     config = (tmp_path / "bundle" / "config.toml").read_text()
