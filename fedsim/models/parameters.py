@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from fedsim import regular_files
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
+
+Result = TypeVar("Result")
 
 
 @check_arguments
@@ -191,6 +194,36 @@ def call_with(model: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tenso
         Tensors by the names of `nn.Module.named_parameters`, which lists a tied parameter once.
     x : Tensor
     """
+    outputs: Tensor = functional_call(model, _by_every_name(model, named), (x,), tie_weights=False)
+    return outputs
+
+
+class _Scope(nn.Module):
+    """Calls a function while `functional_call` substitutes the parameters of ``model``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Result]) -> Result:
+        return function()
+
+
+def with_parameters(
+    model: nn.Module, named: Mapping[str, Tensor], function: Callable[[], Result]
+) -> Result:
+    """What a function returns while a model's parameters are replaced, as in `call_with`.
+
+    Gradients are taken within it: a checkpointed layer computes again in the backward pass, from
+    the parameters that its modules have then.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in _by_every_name(model, named).items()}
+    result: Result = functional_call(_Scope(model), tensors, (function,), tie_weights=False)
+    return result
+
+
+def _by_every_name(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by all names of the parameters that they replace."""
     names: dict[int, str] = {}
     tensors = dict(named)
     # A tied parameter of two modules gets its tensor under both names; a module is visited once.
@@ -199,8 +232,7 @@ def call_with(model: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tenso
             first = names.setdefault(id(parameter), name)
             if first in named:
                 tensors[name] = named[first]
-    outputs: Tensor = functional_call(model, tensors, (x,), tie_weights=False)
-    return outputs
+    return tensors
 
 
 @check_arguments

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from clients_helpers import make_data
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fedsim.clients import SGD, AdadpLR
 from fedsim.clients.base import DenseGradient, Gradient
@@ -17,6 +18,8 @@ from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training.own_state import OwnState
+from fedsim.training.paths.examples import SingleExampleMethod
 from fedsim.training.side_effects import Seeds
 
 EXAMPLES, STEPS = 7, 4
@@ -179,3 +182,41 @@ def test_warnings_quote_the_first_words_of_an_error_of_torch(caplog) -> None:
     (warning,) = caplog.messages
     assert warning.startswith("examples go through this model one by one, which is slow (vmapped:")
     assert len(warning) < 300
+
+
+class Hidden(nn.Module):
+    """Two layers, of which the first is computed again in the backward pass, or not."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        def hidden(x: Tensor) -> Tensor:
+            return self.first(x).tanh()
+
+        computed = checkpoint(hidden, x, use_reentrant=False) if self.again else hidden(x)
+        return self.last(computed)
+
+
+def test_what_is_computed_again_in_the_backward_pass_is_at_the_same_point() -> None:
+    """Not at the model's own parameters, which stand in its modules when the forward has ended."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(EXAMPLES, 4, dtype=torch.float64, generator=generator)
+    data = ClientData(x, torch.arange(EXAMPLES) % 3, [np.arange(EXAMPLES)])
+    found: list[Tensor] = []
+    for again in (True, False):
+        trainer = Trainer(Hidden(again), SGD(lr=0.1), data, path="plain", randomness=Randomness(1))
+        moved = trainer.initial() + torch.arange(1.0, trainer.layout.d + 1) / trainer.layout.d
+        theta, trained = trainer.packing.pack(moved[None]), trainer.trained
+        gradient, _ = trainer.path.gradient(
+            theta, x[None], data.y[None], torch.ones(1, EXAMPLES, dtype=torch.float64)
+        )
+        state = OwnState(trained.model, trained.loss, trainer.packing.slices)
+        one_by_one = SingleExampleMethod(trained.model, trainer.packing, trained.loss, state, False)
+        rows, _ = one_by_one.of_client(theta[0], x, data.y)
+        found += [trainer.packing.unpack(gradient.dense())[0], rows.tensor[0].sum(0)]
+    for gradient in found[1:]:
+        torch.testing.assert_close(gradient, found[0], rtol=0, atol=1e-12)

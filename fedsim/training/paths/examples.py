@@ -15,16 +15,17 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from fedsim.models.parameters import call_with
+from fedsim.models.parameters import call_with, with_parameters
 from fedsim.rows import DenseRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
@@ -172,13 +173,19 @@ class SingleExampleMethod(GradientMethod):
                 self.state.restored(),
                 memory,
             ):
-                outputs = call_with(self.model, leaves, x[j : j + 1].clone())
-                (loss,) = self.loss(outputs, y[j : j + 1])
-                gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+                example = partial(self._of_leaves, leaves, x[j : j + 1].clone(), y[j : j + 1])
+                loss, gradients = with_parameters(self.model, leaves, example)
             # An embedding's gradient may be sparse.
             rows.append(torch.cat([gradient.to_dense().flatten() for gradient in gradients]))
-            losses.append(loss.detach())
+            losses.append(loss)
         return DenseRows(torch.stack(rows)[None]), torch.stack(losses)
+
+    def _of_leaves(
+        self, leaves: Mapping[str, Tensor], x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        (loss,) = self.loss(self.model(x), y)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        return loss.detach(), gradients
 
 
 RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)

@@ -14,16 +14,16 @@ are copies, refreshed before each gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
-from fedsim.models.parameters import call_with
+from fedsim.models.parameters import call_with, with_parameters
 from fedsim.rows.packing import Packing, channels_last, takes_channels_last
 from fedsim.tasks.losses import Loss, NumberLoss
 from fedsim.training.gradients import BlockOfOne, ParameterGradients, RowViews
@@ -123,21 +123,23 @@ class PlainPath:
             seed = seeds[k] if seeds else None
             with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
                 b = int(torch.count_nonzero(weight[k]))  # padding comes after real examples
-                client_losses = self.loss(
-                    call_with(self.model, leaves, self._aligned(x[k, :b])), y[k, :b]
-                )
-                gradients = torch.autograd.grad(
-                    (client_losses * weight[k, :b]).sum(),
-                    list(leaves.values()),
-                    allow_unused=True,
-                )
-            losses[k, :b] = client_losses.detach()
+                client = partial(self._of_leaves, leaves, x[k, :b], y[k, :b], weight[k, :b])
+                losses[k, :b], gradients = with_parameters(self.model, leaves, client)
             for name, gradient in zip(leaves, gradients, strict=True):
                 by_name[name].append(gradient)
         parts = {
             name: _rows(one) for name, one in by_name.items() if any(g is not None for g in one)
         }
         return ParameterGradients(parts, self.packing), losses
+
+    def _of_leaves(
+        self, leaves: Mapping[str, Tensor], x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        losses = self.loss(self.model(self._aligned(x)), y)
+        gradients = torch.autograd.grad(
+            (losses * weight).sum(), list(leaves.values()), allow_unused=True
+        )
+        return losses.detach(), gradients
 
     def bound(self, theta: Tensor) -> AbstractContextManager[object]:
         """Bind the parameters to ``theta [1, D]`` once, for many gradients of a client on a CPU."""
