@@ -18,8 +18,10 @@ EXTRAS = {
     "opacus": "opacus",
     "ray": "ray",
     "tensorboard": "tensorboard",
+    "tokenizers": "huggingface",
     "torchvision": "vision",
     "trackio": "trackio",
+    "transformers": "huggingface",
     "wandb": "wandb",
 }
 

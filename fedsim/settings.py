@@ -83,10 +83,13 @@ class NamesPath:
         machines open.
     is_name : callable
         Whether a value is a name or a formula, rather than a path.
+    prefix : str
+        What stands before a path in the value.
     """
 
     use: Literal["always", "training", "location", "operator"] = "always"
     is_name: Callable[[str], bool] = lambda _: False
+    prefix: str = ""
 
 
 class NotAllowedError(Exception):

@@ -1,4 +1,8 @@
-"""A linear layer with a low-rank adapter: insert it into a model, and merge it into the weight."""
+"""A linear layer with a low-rank adapter: insert it into a model, and merge it into the weight.
+
+A linear layer is torch's `nn.Linear`, or the `Conv1D` of Hugging Face's GPT-2, which computes the
+same from a transposed weight.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ class LowRankLinear(nn.Module):
 
     Parameters
     ----------
-    base_layer : nn.Linear
+    base_layer : nn.Linear, or a `Conv1D` of transformers
         Frozen here.
     rank : int
     scaling : float
@@ -34,17 +38,18 @@ class LowRankLinear(nn.Module):
     a sum, so that a model that can be analysed without adapters still can be with them.
     """
 
-    def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
+    def __init__(self, base_layer: nn.Module, rank: int, scaling: float) -> None:
         super().__init__()
         self.base_layer, self.scaling = base_layer.requires_grad_(False), scaling
-        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        self.out_features, self.in_features = _matrix(base_layer).shape
         # Layers on "meta" draw no initial weights, so that torch's global generator (which is the
         # user's) does not advance; `adapt` sets the weights.
-        dtype, meta = base_layer.weight.dtype, torch.device("meta")
+        weight, meta = _matrix(base_layer), torch.device("meta")
+        dtype = weight.dtype
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, dtype=dtype, device=meta)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, dtype=dtype, device=meta)
         for factor in (self.lora_A, self.lora_B):
-            factor.to_empty(device=base_layer.weight.device)
+            factor.to_empty(device=weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., inputs]`` to ``[..., outputs]``."""
@@ -52,13 +57,25 @@ class LowRankLinear(nn.Module):
         return outputs
 
     @torch.no_grad()
-    def merged(self) -> nn.Linear:
+    def merged(self) -> nn.Module:
         """The base layer, with the adapter added to its weight (computed in float64)."""
-        weight = self.base_layer.weight
+        weight = _matrix(self.base_layer)
         product = self.lora_B.weight.double() @ self.lora_A.weight.double()
         weight.copy_(weight.double() + self.scaling * product)
-        weight.requires_grad_(True)
+        self.base_layer.get_parameter("weight").requires_grad_(True)
         return self.base_layer
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is a `Conv1D` of transformers, which need not be imported."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def _matrix(layer: nn.Module) -> Tensor:
+    """The weight ``[outputs, inputs]`` of a linear layer, a view of its own memory."""
+    weight = layer.get_parameter("weight").detach()
+    return weight.T if is_conv1d(layer) else weight
 
 
 def adapt(
@@ -87,19 +104,19 @@ def adapt(
     refuse_adapted(model)
     layers = _targets(targets, model)
     for name, layer in layers.items():
-        most = min(layer.in_features, layer.out_features)
-        if rank > most:
+        outputs, inputs = _matrix(layer).shape
+        if rank > min(inputs, outputs):
             raise FedsimError(
-                f"adapter.rank = {rank}; it must be at most {most}, the smaller side of "
-                f"'{name}' ({layer.in_features} inputs, {layer.out_features} outputs), or "
+                f"adapter.rank = {rank}; it must be at most {min(inputs, outputs)}, the smaller "
+                f"side of '{name}' ({inputs} inputs, {outputs} outputs), or "
                 "adapter.targets must leave that layer out."
             )
     model.requires_grad_(False)
     draws = Randomness(seed).generator(Purpose.INIT, level="run", part=1)
     for name, layer in layers.items():
         adapter = LowRankLinear(layer, rank, scaling)
-        edge = 1 / math.sqrt(layer.in_features)
-        values = draws.uniform(-edge, edge, (rank, layer.in_features)).astype("float32")
+        edge = 1 / math.sqrt(adapter.in_features)
+        values = draws.uniform(-edge, edge, (rank, adapter.in_features)).astype("float32")
         with torch.no_grad():
             adapter.lora_A.weight.copy_(torch.from_numpy(values))
             adapter.lora_B.weight.zero_()
@@ -144,7 +161,7 @@ def refuse_adapted(model: nn.Module) -> None:
             )
 
 
-def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Linear]:
+def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers that patterns match, by name, in the model's order.
 
     Raises
@@ -156,7 +173,11 @@ def _targets(patterns: str, model: nn.Module) -> dict[str, nn.Linear]:
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(id(module), []).append(name)
     modules = dict(model.named_modules())
-    linear = [name for name, module in modules.items() if type(module) is nn.Linear and name]
+    linear = [
+        name
+        for name, module in modules.items()
+        if name and (type(module) is nn.Linear or is_conv1d(module))
+    ]
     names_or_patterns = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     if not names_or_patterns or not linear:
         allowed = ", ".join(linear) or "none inside it"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fedsim import regular_files
-from fedsim.adapters.layers import FACTORS, low_rank_layers
+from fedsim.adapters.layers import FACTORS, is_conv1d, low_rank_layers
 from fedsim.errors import FedsimError, printable
 from fedsim.models.parameters import require_finite
 
@@ -31,7 +31,6 @@ _UNSUPPORTED = (
     "use_rslora",
     "use_dora",
     "use_qalora",
-    "fan_in_fan_out",
     "lora_bias",
     "rank_pattern",
     "alpha_pattern",
@@ -54,7 +53,8 @@ def peft_files(model: nn.Module, rank: int, alpha: float) -> dict[str, bytes]:
     config = {
         "base_model_name_or_path": None,
         "bias": "none",
-        "fan_in_fan_out": False,
+        # Of the layers alone: peft wants to know whether their weights are transposed.
+        "fan_in_fan_out": any(is_conv1d(m.base_layer) for m in low_rank_layers(model).values()),
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,

@@ -148,7 +148,8 @@ def modules_in_config(config: RunConfig) -> list[tuple[str, str, str]]:
     entries = [("task.metrics", "metric", name) for name, _ in config.task.named_metrics()]
     for table in _all_tables(config):
         if isinstance(table, ObjectTable):
-            entries.append((table.key(table.selector), table.kind, table.selected_name))
+            name = table.registered(table.selected_name)
+            entries.append((table.key(table.selector), table.kind, name))
     modules = []
     for key, kind, name in entries:
         if ":" in name:

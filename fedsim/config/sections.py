@@ -24,6 +24,7 @@ from fedsim.config.tables import (
 )
 from fedsim.config.values import read_named, split_top_level
 from fedsim.keywords import arguments_of
+from fedsim.models.hugging_face import PREFIX, kind_of
 from fedsim.privacy.exclusions import check_bounds_rows, check_private_work
 from fedsim.privacy.local_work import LocalWork
 from fedsim.settings import Constraint, Ge, Gt, Le, NamesPath, NotAllowedError, Text
@@ -122,8 +123,11 @@ class PartitionSection(ObjectTable, table="partition"):
 class ModelSection(ObjectTable, table="model"):
     """The model that is trained."""
 
-    name: str = "softmax"
-    """The model."""
+    derived_fields: ClassVar[tuple[str, ...]] = ("name",)
+    name: Annotated[
+        str, NamesPath(is_name=lambda name: not name.startswith(PREFIX), prefix=PREFIX)
+    ] = "softmax"
+    """The model; 'hf:FOLDER' for one of Hugging Face's transformers from a local folder."""
     dtype: Literal["float32", "float64"] = "float32"
     """The number format of the model's parameters; float64 is for exact comparisons."""
     fix: bool = False
@@ -139,6 +143,11 @@ class ModelSection(ObjectTable, table="model"):
     personal: str = ""
     """Shell patterns of the parameters that each client keeps to itself and evaluates with, such as
     'head.*'; empty for none."""
+
+    @classmethod
+    def registered(cls, name: str) -> str:
+        """A name of a folder is that of its kind."""
+        return kind_of(name)
 
     def refusals(self, config: Any) -> Refusals:
         """Personal parameters and evaluations of the global model, which lacks them."""

@@ -283,9 +283,9 @@ class ObjectTable(ConfigTable):
     @classmethod
     def has_options(cls, name: str) -> bool:
         """Whether a thing takes undeclared options rather than declared settings."""
+        name = cls.registered(name)
         if ":" in name:
             return True
-        name = cls.registered(name)
         plugged = name in registry.plugins(cls.kind)
         return plugged and not dataclasses.is_dataclass(
             registry.find(cls.kind, name, cls.key(cls.selector))

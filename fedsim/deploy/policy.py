@@ -404,7 +404,7 @@ class Policy:
                 continue
             # Defaults are allowed: they name no private file.
             if mark.use != "operator" and not mark.is_name(value) and value != defaults.get(key):
-                values.append((key, value))
+                values.append((key, value.removeprefix(mark.prefix)))
         # The options of allowed code do not say which of them are paths.
         values += [(key, text) for key, text in text_options(config) if _may_be_path(text)]
         # Compare real paths, since a symbolic link could lead out of an allowed directory.

@@ -8,6 +8,7 @@ from fedsim.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fedsim.models.construction import OFFERED, build
+    from fedsim.models.hugging_face import give_logits
     from fedsim.models.normalization import (
         fix_normalisation,
         localise,
@@ -30,6 +31,7 @@ __all__ = [
     "call_with",
     "fix_normalisation",
     "freeze",
+    "give_logits",
     "load_weights",
     "localise",
     "matching",

@@ -13,6 +13,7 @@ from fedsim import registry
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.keywords import accepted, arguments_of, complete_arguments
+from fedsim.models.hugging_face import kind_of
 from fedsim.models.parameters import refuse_other_than_numbers
 from fedsim.randomness import Purpose, Randomness
 
@@ -36,8 +37,9 @@ def build(
     Parameters
     ----------
     name : str
-        One of ``fedsim config list model``, or ``module:callable`` (see `fedsim.registry`), which
-        must return an `nn.Module`. It is called with its settings and with those of the keywords
+        One of ``fedsim config list model``, ``hf:FOLDER`` (see `HuggingFaceModel`), or
+        ``module:callable`` (see `fedsim.registry`), which must return an `nn.Module`. It is called
+        with its settings and with those of the keywords
         ``input_shape``, ``num_classes`` and ``vocabulary`` that it accepts. It must draw initial
         weights from torch's global CPU generator, as layers do, which is seeded for the call.
     input_shape : ``(C, H, W)`` or ``(d,)``
@@ -79,12 +81,15 @@ def build(
     # restores its state afterwards. No devices: models are built on the CPU.
     with torch.random.fork_rng(devices=[]), registry.current_directory_importable():
         torch.default_generator.manual_seed(int(draws.integers(2**63)))
-        factory: Any = registry.find("model", name, "model.name")
+        kind = kind_of(name)
+        factory: Any = registry.find("model", kind, "model.name")
         about = (tuple(input_shape), num_classes, vocabulary)
         offered: dict[str, Any] = dict(zip(OFFERED, about, strict=True))
-        has_settings = dataclasses.is_dataclass(factory) and ":" not in name
+        has_settings = dataclasses.is_dataclass(factory) and ":" not in kind
         table = "model" if has_settings else "model.options"
         arguments = arguments_of(factory, name, settings, table, OFFERED)
+        if kind != name:
+            arguments["name"] = name
         model: Any = factory(**arguments, **accepted(factory, offered))
         is_recipe = dataclasses.is_dataclass(model) and not isinstance(model, nn.Module)
         if is_recipe:

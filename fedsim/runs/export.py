@@ -277,7 +277,8 @@ def _public_config(config: RunConfig, simulated: bool) -> dict[str, Any]:
     outside, paths = keys_outside_release(), path_keys(config)
     for key, value in config.to_run_config().items():
         if key not in outside and not (simulated and key == "seed"):
-            is_path = key in paths and "/" in str(value)
-            # Of a path only the last name.
-            public[key] = Path(str(value)).name if is_path else value
+            if key in paths and "/" in str(value):  # of a path only the last name
+                path = str(value).removeprefix(paths[key].prefix)
+                value = str(value).removesuffix(path) + Path(path).name
+            public[key] = value
     return nested(public)

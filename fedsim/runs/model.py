@@ -61,6 +61,7 @@ def _copy_model(model: nn.Module, name: str) -> nn.Module:
 def _prepare_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """Convert a model for training (dtype, layers, weights, adapter); with notes on changes."""
     settings, notes = config.model, list[str]()
+    models.give_logits(model)
     adapter: Adapter | None = None if config.adapter.name == "none" else config.adapter.make()
     dtype = getattr(torch, settings.dtype)
     other_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}

@@ -75,7 +75,7 @@ BAD = {
     "'poisson', 'separated' or 'module:name'.",
     (
         "model.name=resnet",
-    ): "model.name = 'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp', 'softmax', 'stat",
+    ): "model.name = 'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'hf', 'mlp', 'softmax', '",
     ("cohort.name=poisson", "cohort.rate=1.5"): "cohort.rate = 1.5; it must be at most 1.",
     ("partition.alpha=2.0",): "partition.alpha = 2.0 has no effect with partition.name = 'iid'",
     ("cohort.name=fixed", "cohort.size=101"): "cohort.size is 101; it must be from 1 to 100",

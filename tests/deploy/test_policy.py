@@ -78,6 +78,11 @@ ONE_FAULT = {
     ),
     "too small a population": ("least-population = 101", {}, "partition.clients is 100"),
     "a module": ("", {"model": {"name": "os:system"}}, "model.name is 'os:system'"),
+    "a model's folder": (
+        'files = ["weights"]',
+        {"model": {"name": "hf:/private/tiny"}},
+        "model.name is '/private/tiny'; here it may lie in ",
+    ),
     "a module that only begins alike": (
         'modules = ["mylab"]',
         {"model": {"name": "mylab_evil.models:Net"}},

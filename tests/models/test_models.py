@@ -99,7 +99,7 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("resnet", {}, "'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp'"),
+        ("resnet", {}, "'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'hf', 'mlp'"),
         ("mlp", {}, "model.widths is not set; it must be given: hidden units"),
         ("mlp", {"widths": "256,x"}, "model.widths is '256,x'"),
         ("mlp", {"widths": [2.7]}, r"model.widths is '\[2.7\]'; it must give each layer's hidden"),
