@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+
+LINE = 64  # bytes of a cache line
 
 
 def address(
@@ -16,8 +17,6 @@ def address(
     dtype: torch.dtype,
     *,
     gaps: bool = False,
-    wider: bool = False,
-    alignment: int = 1,
 ) -> int:
     """Address of the first number of a tensor, which must be what a C function takes.
 
@@ -29,10 +28,6 @@ def address(
         Its shape and dtype.
     gaps : bool
         Whether the first axis may have any stride; what is behind it must be contiguous.
-    wider : bool
-        Whether the last axis may be longer.
-    alignment : int
-        Bytes of which the address must be a multiple, beside those of a number.
 
     Raises
     ------
@@ -44,11 +39,11 @@ def address(
         fits = (
             tensor.dtype is dtype
             and tensor.is_cpu
-            and (tensor.shape == shape or (wider and _is_wider(tensor.shape, shape)))
+            and tensor.shape == shape
             and (tensor.is_contiguous() or (gaps and _is_contiguous_behind(tensor)))
             # An empty tensor, or one whose storage is gone, has the address 0.
             and (place != 0 or tensor.numel() == 0)
-            and place % dtype.itemsize == place % alignment == 0
+            and place % dtype.itemsize == 0
             and not tensor.is_neg()  # in memory the numbers have the other sign
         )
     # Not a tensor, or one without memory of its own: sparse, or inside a transform of torch.func.
@@ -56,13 +51,26 @@ def address(
         fits = False
     if fits:
         return place
-    axes = [*map(str, shape)]
-    if wider:
-        axes[-1] += " or more"
     raise FedsimError(
-        f"{name} must be a contiguous, aligned {_plain(dtype)} tensor [{', '.join(axes)}] on the "
-        f"CPU, not {_described(tensor)}."
+        f"{name} must be a contiguous, aligned {_plain(dtype)} tensor {list(shape)} on the CPU, "
+        f"not {_described(tensor)}."
     )
+
+
+def new_address(tensor: Tensor) -> int:
+    """Address of a tensor that was made for this call, so that its shape and dtype are right.
+
+    Torch puts those on cache lines.
+
+    Raises
+    ------
+    FedsimError
+        If torch has made it elsewhere, since its default device is not the CPU.
+    """
+    place: int = tensor.data_ptr()
+    if tensor.is_cpu and place % LINE == 0:
+        return place
+    raise FedsimError(f"torch's default device must be the CPU, not {tensor.device}.")
 
 
 def sizes(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
@@ -73,9 +81,10 @@ def sizes(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
     FedsimError
         If it is not a dense tensor in the CPU's memory with so many axes.
     """
-    fits = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.is_cpu
+    # Not `Tensor`, which is slower: this is called some times a step.
+    fits = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.is_cpu
     if fits and tensor.dim() == rank:
-        return tuple(tensor.shape)
+        return tensor.shape
     axes = "axis" if rank == 1 else "axes"
     raise FedsimError(
         f"{name} must be a tensor with {rank} {axes} on the CPU, not {_described(tensor)}."
@@ -92,10 +101,6 @@ def whole(name: str, number: int, low: int, high: int = 2**31 - 1) -> int:
     if isinstance(number, int) and low <= number <= high:
         return number
     raise FedsimError(f"{name} must be a whole number from {low} to {high}, not {number!r}.")
-
-
-def _is_wider(shape: Sequence[int], least: tuple[int, ...]) -> bool:
-    return len(shape) == len(least) and shape[:-1] == least[:-1] and shape[-1] >= least[-1]
 
 
 def _is_contiguous_behind(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
-from fedsim.kernels.arguments import address, sizes, whole
+from fedsim.kernels.arguments import address, new_address, sizes, whole
 from fedsim.kernels.building import declare, library
 from fedsim.lazy import Tensor, torch
 
@@ -102,7 +102,7 @@ class ClassBatches:
             )
         if self._compiled is None:
             return self._by_arrays(outputs.reshape(count, *shape[-2:]), first).view(shape)
-        gradients = outputs.new_empty(shape)
+        gradients = torch.empty(shape, dtype=torch.float32)
         self._compiled.gradients(
             self._address,
             first,
@@ -110,7 +110,7 @@ class ClassBatches:
             shape[-1],
             place,
             outputs.stride(0),
-            address("gradients", gradients, shape, torch.float32),
+            new_address(gradients),
         )
         return gradients
 

@@ -18,12 +18,11 @@ from functools import cached_property
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.kernels.arguments import address, sizes, whole
+from fedsim.kernels.arguments import address, new_address, sizes, whole
 from fedsim.kernels.building import FUSED, declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
 NARROWEST, WIDEST = 4, 16  # float32 numbers in a register
-LINE = 64  # bytes of a cache line
 WORD = 64  # bits
 TOLERANCE = 1e-5
 """Largest difference from torch's gradient, relative to its norm, of a library that is used."""
@@ -199,7 +198,7 @@ def convolve_and_pool(
         *((_NUMBER * 2)(*pair) for pair in (windows.size, windows.stride, windows.padding)),
         down,
         across,
-        *map(_new_address, (*scratch, largest, winners)),
+        *map(new_address, (*scratch, largest, winners)),
     )
     return largest, winners
 
@@ -238,7 +237,7 @@ def weight_gradient(
         patches.kernel[0],
         patches.length,
         patches.step,
-        *map(_new_address, (*scratch, gradient)),
+        *map(new_address, (*scratch, gradient)),
     )
     return gradient
 
@@ -273,7 +272,7 @@ def input_gradient(
         patches.kernel[0],
         patches.length,
         patches.step,
-        *map(_new_address, (*scratch, images)),
+        *map(new_address, (*scratch, images)),
     )
     return images
 
@@ -306,12 +305,6 @@ def _winners(
         largest = int(places.numpy().view(np.uint64).max())
         whole("the position of a winner", largest, 0, len(patches.pixels) - 1)
     return addresses
-
-
-def _new_address(tensor: Tensor) -> int:
-    """Address of a tensor that was made for this call: torch puts those on cache lines."""
-    dtype = torch.float32 if tensor.is_floating_point() else torch.int64
-    return address("scratch", tensor, tensor.shape, dtype, alignment=LINE)
 
 
 def _registers(patches: Patches) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fedsim.errors import FedsimError
-from fedsim.kernels.arguments import address, sizes, whole
+from fedsim.kernels.arguments import address, new_address, sizes, whole
 from fedsim.kernels.building import FUSED, declare, library
 from fedsim.lazy import Tensor, torch
 
@@ -79,134 +79,173 @@ class _Network(ctypes.Structure):
 class DenseKernel:
     """A chain of layers for one batch size. Made by `dense_kernel`, which checks for a library.
 
-    A pass of ``n`` clients leaves its outputs and their gradients in ``buffers [n, size]``. Rows
-    ``[n, D]`` and inputs ``[n, B, in]`` have the kernel's dtype and are contiguous for each client.
-    Anything else raises FedsimError.
+    Rows ``[n, width]`` and inputs ``[n, B, in]`` have the kernel's dtype and are contiguous for
+    each client. Anything else raises FedsimError.
     """
 
     def __init__(
-        self, compiled: ctypes.CDLL, shapes: Sequence[DenseShape], batch: int, dtype: torch.dtype
+        self,
+        compiled: ctypes.CDLL,
+        shapes: Sequence[DenseShape],
+        width: int,
+        batch: int,
+        dtype: torch.dtype,
     ) -> None:
         _check(shapes, batch)
-        self.shapes, self.batch, self.dtype, self._compiled = shapes, batch, dtype, compiled
-        self._width = max(end for shape in shapes for end in shape.ends)  # least length of a row
+        least = max(end for shape in shapes for end in shape.ends)
+        self.width = whole("the length of a row", width, least, 2**62)
+        self.shapes, self.batch, self.dtype, self.compiled = shapes, batch, dtype, compiled
         # A client's buffer: outputs and deltas, layer by layer, then scratch for scaled deltas.
-        self._layers, size, room = (_Layer * len(shapes))(), 0, 0
-        for layer, shape in zip(self._layers, shapes, strict=True):
+        self.layers, size, room = (_Layer * len(shapes))(), 0, 0
+        for layer, shape in zip(self.layers, shapes, strict=True):
             layer.inputs, layer.outputs, layer.weight, layer.bias, layer.relu = shape
             values = batch * shape.outputs
             layer.values, layer.deltas = size, size + values
             size, room = size + 2 * values, max(room, values)
-        self._size = size + room
-        self._network = _Network(self._layers, len(shapes), batch, self._size, size)
-        self._address = ctypes.addressof(self._network)
+        self.size = size + room
+        self._network = _Network(self.layers, len(shapes), batch, self.size, size)
+        self.address = ctypes.addressof(self._network)
 
-    def forward(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Forward pass of ``x [n, B, in]`` at packed ``rows [n, D]``; new buffers ``[n, size]``."""
-        n = sizes("inputs", x, 3)[0]
-        buffers = torch.empty(n, self._size, dtype=self.dtype)
-        self._compiled.forward(
-            self._address,
-            n,
-            *self._rows("rows", rows, n),
-            *self._inputs(x, n),
-            self._buffers(buffers, n),
-        )
-        return buffers
+    def gradient(
+        self,
+        rows: Tensor,
+        x: Tensor,
+        deltas: Callable[[Tensor], Tensor],
+        *,
+        with_inputs: bool = False,
+    ) -> tuple[DensePass, Tensor | None]:
+        """Forward and backward pass of ``x [n, B, in]`` at packed ``rows [n, D]``.
 
-    def backward(
-        self, rows: Tensor, buffers: Tensor, delta: Tensor, *, with_inputs: bool
-    ) -> Tensor | None:
-        """Write gradients of all outputs to the buffers, from ``delta [n, B, out]`` of the last.
-
-        With ``with_inputs``, return the gradient of the inputs, ``[n, B, in]``.
+        ``deltas`` maps the outputs ``[n, B, out]`` of the last layer to their gradients. With
+        ``with_inputs``, the gradient of the inputs, ``[n, B, in]``, is returned too.
         """
-        n = sizes("buffers", buffers, 2)[0]
-        shape = n, self.batch, self.shapes[0].inputs
-        inputs = torch.empty(shape, dtype=self.dtype) if with_inputs else None
-        above = n, self.batch, self.shapes[-1].outputs
-        sizes("the gradient of the outputs", delta, 3)
-        delta = delta.contiguous()
-        self._compiled.backward(
-            self._address,
-            n,
-            *self._rows("rows", rows, n),
-            self._buffers(buffers, n),
-            address("the gradient of the outputs", delta, above, self.dtype),
-            None if inputs is None else self._inputs(inputs, n)[0],
+        n = sizes("inputs", x, 3)[0]
+        dense_pass = DensePass(self, n, x, torch.empty(n, self.size, dtype=self.dtype))
+        rows_place = self.rows_place("rows", rows, n)
+        self.compiled.forward(
+            self.address, n, *rows_place, *dense_pass.x_place, dense_pass.buffers_place
         )
-        return inputs
+        delta = deltas(dense_pass.values(len(self.shapes) - 1))
+        sizes("the gradient of the outputs", delta, 3)
+        delta, shape = delta.contiguous(), (n, self.batch, self.shapes[-1].outputs)
+        inputs = torch.empty(x.shape, dtype=self.dtype) if with_inputs else None
+        self.compiled.backward(
+            self.address,
+            n,
+            *rows_place,
+            dense_pass.buffers_place,
+            address("the gradient of the outputs", delta, shape, self.dtype),
+            None if inputs is None else new_address(inputs),
+        )
+        return dense_pass, inputs
 
-    def subtract(self, rates: Tensor, old: Tensor, new: Tensor, x: Tensor, buffers: Tensor) -> None:
+    def rows_place(self, name: str, rows: Tensor, n: int) -> tuple[int, int]:
+        """Address and stride of rows ``[n, width]``."""
+        return address(name, rows, (n, self.width), self.dtype, gaps=True), rows.stride(0)
+
+
+class DensePass:
+    """A pass of ``n`` clients: its inputs, and what a kernel computes from them.
+
+    C is given addresses only. They are those of tensors that are checked here, once, not in each
+    call, and kept.
+
+    Parameters
+    ----------
+    kernel : DenseKernel
+    n : int
+    x : Tensor ``[n, B, in]``
+        Inputs of the first layer.
+    buffers : Tensor ``[n, size]``
+        Outputs of all layers, and their gradients.
+
+    Raises
+    ------
+    FedsimError
+        If they are not the kernel's.
+    """
+
+    def __init__(self, kernel: DenseKernel, n: int, x: Tensor, buffers: Tensor) -> None:
+        self.kernel, self.n, self.x, self.buffers = kernel, n, x, buffers
+        shape = n, kernel.batch, kernel.shapes[0].inputs
+        self.x_place = address("inputs", x, shape, kernel.dtype, gaps=True), x.stride(0)
+        self.buffers_place = address("buffers", buffers, (n, kernel.size), kernel.dtype)
+
+    def __getitem__(self, clients: slice) -> DensePass:
+        """The pass of these clients."""
+        # A slice with a step has gaps, which C does not take in buffers.
+        x = self.x[clients]
+        return DensePass(self.kernel, len(x), x, self.buffers[clients].contiguous())
+
+    def scaled(self, factors: Tensor) -> DensePass:
+        """The pass with all gradients times ``factors [n]``, in buffers of its own."""
+        scaled = DensePass(self.kernel, self.n, self.x, self.buffers.clone())
+        for layer in range(len(self.kernel.shapes)):
+            scaled.deltas(layer).mul_(factors.view(-1, 1, 1))
+        return scaled
+
+    def subtract(self, rates: Tensor, old: Tensor, new: Tensor) -> None:
         """Write ``old [n, D]`` minus ``rates [n]`` times the gradients to ``new [n, D]``.
 
         ``new`` may be ``old``; only the layers' parameters are written.
         """
-        n = sizes("buffers", buffers, 2)[0]
-        self._compiled.subtract(
-            self._address,
+        kernel, n = self.kernel, self.n
+        old_place = kernel.rows_place("rows", old, n)
+        kernel.compiled.subtract(
+            kernel.address,
             n,
-            address("rates", rates, (n,), self.dtype),
-            *self._rows("rows", old, n),
-            *self._rows("new rows", new, n),
-            *self._inputs(x, n),
-            self._buffers(buffers, n),
+            address("rates", rates, (n,), kernel.dtype),
+            *old_place,
+            *(old_place if new is old else kernel.rows_place("new rows", new, n)),
+            *self.x_place,
+            self.buffers_place,
         )
 
-    def inner(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-        """Inner products ``[n]`` of the gradients of two passes, given as (inputs, buffers)."""
-        (x, buffers), (other_x, other_buffers) = one, other
-        n, square = sizes("inputs", x, 3)[0], (self.batch, self.batch)
-        totals = torch.empty(n, dtype=self.dtype)
-        room = torch.empty(2, *square, dtype=self.dtype)
-        self._compiled.inner(
-            self._address,
+    def inner(self, other: DensePass) -> Tensor:
+        """Inner products ``[n]`` of the gradients with those of another pass of the kernel."""
+        kernel, n = self.kernel, self.n
+        if other.kernel is not kernel or other.n != n:
+            raise FedsimError("inner products are of two passes of one kernel and as many clients.")
+        totals = torch.empty(n, dtype=kernel.dtype)
+        square = kernel.batch**2
+        scratch = torch.empty(2 * square, dtype=kernel.dtype)
+        scratch_place = new_address(scratch)
+        kernel.compiled.inner(
+            kernel.address,
             n,
-            *self._inputs(x, n),
-            self._buffers(buffers, n),
-            *self._inputs(other_x, n),
-            self._buffers(other_buffers, n),
-            address("totals", totals, (n,), self.dtype),
-            *(address("scratch", part, square, self.dtype) for part in room),
+            *self.x_place,
+            self.buffers_place,
+            *other.x_place,
+            other.buffers_place,
+            new_address(totals),
+            scratch_place,
+            scratch_place + square * scratch.itemsize,
         )
         return totals
 
-    def _rows(self, name: str, rows: Tensor, n: int) -> tuple[int, int]:
-        """Address and stride of rows ``[n, D]``."""
-        shape = n, self._width
-        return address(name, rows, shape, self.dtype, gaps=True, wider=True), rows.stride(0)
-
-    def _inputs(self, x: Tensor, n: int) -> tuple[int, int]:
-        """Address and stride of inputs ``[n, B, in]``."""
-        shape = n, self.batch, self.shapes[0].inputs
-        return address("inputs", x, shape, self.dtype, gaps=True), x.stride(0)
-
-    def _buffers(self, buffers: Tensor, n: int) -> int:
-        return address("buffers", buffers, (n, self._size), self.dtype)
-
-    def values(self, buffers: Tensor, layer: int) -> Tensor:
+    def values(self, layer: int) -> Tensor:
         """A layer's outputs ``[n, B, out]``."""
-        return self._part(buffers, layer, self._layers[layer].values)
+        return self._part(layer, self.kernel.layers[layer].values)
 
-    def deltas(self, buffers: Tensor, layer: int) -> Tensor:
+    def deltas(self, layer: int) -> Tensor:
         """Gradients of a layer's outputs before the activation, ``[n, B, out]``."""
-        return self._part(buffers, layer, self._layers[layer].deltas)
+        return self._part(layer, self.kernel.layers[layer].deltas)
 
-    def _part(self, buffers: Tensor, layer: int, first: int) -> Tensor:
-        outputs = self.shapes[layer].outputs
-        sizes, strides = (self.batch, outputs), (buffers.stride(0), outputs, 1)
-        return buffers.as_strided((len(buffers), *sizes), strides, buffers.storage_offset() + first)
+    def _part(self, layer: int, first: int) -> Tensor:
+        outputs, buffers = self.kernel.shapes[layer].outputs, self.buffers
+        shape, strides = (self.n, self.kernel.batch, outputs), (self.kernel.size, outputs, 1)
+        return buffers.as_strided(shape, strides, buffers.storage_offset() + first)
 
 
 def dense_kernel(
-    shapes: Sequence[DenseShape], batch: int, dtype: torch.dtype
+    shapes: Sequence[DenseShape], width: int, batch: int, dtype: torch.dtype
 ) -> DenseKernel | None:
-    """The kernel of these layers for batches of this size; None if there is none.
+    """The kernel of these layers, for rows and batches of these sizes; None if there is none.
 
     There is one for float32 and float64, if `fedsim.kernels.building` can build it.
     """
     compiled = _compiled(dtype)
-    return None if compiled is None else DenseKernel(compiled, shapes, batch, dtype)
+    return None if compiled is None else DenseKernel(compiled, shapes, width, batch, dtype)
 
 
 def is_compiled(dtype: torch.dtype) -> bool:
@@ -238,11 +277,11 @@ def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
     ]
     x, rows, delta = normal(2, 12, 100), normal(2, 4944), normal(2, 12, 10)
     rates = torch.tensor([0.3, -0.7], dtype=dtype)
-    kernel = DenseKernel(compiled, shapes, 12, dtype)
-    buffers, updated_rows = kernel.forward(rows, x), rows.clone()
-    below = kernel.backward(rows, buffers, delta, with_inputs=True)
-    kernel.subtract(rates, updated_rows, updated_rows, x, buffers)
-    squares = kernel.inner((x, buffers), (x, buffers))
+    kernel = DenseKernel(compiled, shapes, rows.shape[1], 12, dtype)
+    dense_pass, below = kernel.gradient(rows, x, lambda _: delta, with_inputs=True)
+    updated_rows = rows.clone()
+    dense_pass.subtract(rates, updated_rows, updated_rows)
+    squares = dense_pass.inner(dense_pass)
 
     leaf, leaf_x = rows.clone().requires_grad_(), x.clone().requires_grad_()
     with torch.enable_grad():
@@ -255,7 +294,7 @@ def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
             h = h.relu() if shape.relu else h
         gradient, gradient_x = torch.autograd.grad((h * delta).sum(), (leaf, leaf_x))
     pairs = (
-        (kernel.values(buffers, 2), h.detach()),
+        (dense_pass.values(2), h.detach()),
         (below, gradient_x),
         (updated_rows, rows - rates[:, None] * gradient),
         (squares, gradient.square().sum(1)),

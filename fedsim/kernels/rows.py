@@ -6,7 +6,7 @@ import ctypes
 import functools
 
 from fedsim.errors import FedsimError
-from fedsim.kernels.arguments import address, sizes
+from fedsim.kernels.arguments import address, new_address, sizes
 from fedsim.kernels.building import declare, library, loaded
 from fedsim.lazy import Tensor, torch
 
@@ -57,11 +57,7 @@ def squared_norms(rows: Tensor, compiled: ctypes.CDLL | None = None) -> Tensor:
     squares = torch.empty(len(rows), dtype=torch.float64)
     scratch = torch.empty(rows.shape[1] // TILE + 1, dtype=torch.float64)
     function = getattr(loaded(compiled or _compiled()), f"squares_{_type(rows)}")
-    function(
-        *block,
-        address("scratch", scratch, scratch.shape, torch.float64),
-        address("squares", squares, squares.shape, torch.float64),
-    )
+    function(*block, new_address(scratch), new_address(squares))
     return squares
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim.array_types import Floats
-from fedsim.clients.base import State, Step
+from fedsim.clients.base import State
 from fedsim.training.batches import Batches
 from fedsim.training.paths.losses import prepare_losses
 from fedsim.training.paths.plain import PlainPath
@@ -79,7 +79,7 @@ class SequentialLoop(StepLoop):
                         torch.default_generator.manual_seed(seeds[number])
                     point = algorithm.point(state)
                     gradient, of_step = path.gradient_of_one(point, inputs, targets, weights, loss)
-                    stepper.update(state, gradient, Step(self.round, number))
+                    stepper.update(state, gradient, self.positions[number])
                     losses.append(of_step)
                 self._losses[k, chunk][is_real[chunk]] = torch.cat(losses).to(dtype).numpy()
 
@@ -118,15 +118,15 @@ class ProgramLoop(StepLoop):
         """All steps of client ``k``, from ``state`` and in it."""
         for chunk in _step_chunks(self, steps):
             inputs = self.stepper.data.inputs(self.index[k, chunk], self.stepper.dtype)
-            for number, x in enumerate(inputs.unbind(0), chunk.start):
-                self._step(state, x[None], number, k)
+            for number, x in enumerate(torch.split(inputs, 1), chunk.start):
+                self._step(state, x, number, k)
 
     def _step(self, state: State, x: Tensor, number: int, first: int) -> None:
         """One step, on batches ``x [n, B, ...]``, of ``n`` clients from position ``first`` on."""
         stepper, batch = self.stepper, number * self._by_step.shape[1] + first
         point = stepper.algorithm.point(state)
         gradient = self.path.batch_gradient(point, x, self.batch_losses, batch)
-        stepper.update(state, gradient, Step(self.round, number))
+        stepper.update(state, gradient, self.positions[number])
 
     @property
     def example_losses(self) -> Floats:

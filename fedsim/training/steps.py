@@ -212,6 +212,8 @@ class StepLoop:
         self.stepper, self.batches, self.round, self.seeds = stepper, batches, round, seeds
         self.index = torch.from_numpy(batches.index).to(stepper.device)
         self.weight = torch.from_numpy(batches.weight).to(stepper.device, stepper.dtype)
+        # Made once: clients that go one by one come to the same steps again and again.
+        self.positions = [Step(round, index) for index in range(batches.index.shape[1])]
         self.losses: list[Tensor] = []
 
     def run(self, start: Tensor, numbers: State, carried: CarriedState) -> StepLoopResult:
@@ -267,7 +269,7 @@ class StepLoop:
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
         examples, weight = self.index[:active, index], self.weight[:active, index]
-        at, captured = Step(self.round, index), self.stepper.captured_step
+        at, captured = self.positions[index], self.stepper.captured_step
         if captured is not None and self.seeds is None:
             losses = captured(state, examples, weight, at)
         else:

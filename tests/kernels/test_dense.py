@@ -192,15 +192,13 @@ def test_every_width_of_registers_and_compiler_gives_the_same_bytes(
         rates = torch.tensor([0.3, -1.7], dtype=dtype)
         found = []
         for compiled_library in (dense._compiled(dtype), library):
-            kernel = DenseKernel(compiled_library, shapes_of(layers), batch, dtype)
-            buffers, inside, into = kernel.forward(rows, x), rows.clone(), other.clone()
-            below = kernel.backward(rows, buffers, delta, with_inputs=True)
-            kernel.subtract(rates, inside, inside, x, buffers)
-            kernel.subtract(rates, rows, into, x, buffers)
-            parts = [
-                f(buffers, i) for i in range(len(layers)) for f in (kernel.values, kernel.deltas)
-            ]
-            found.append([*parts, below, inside, into, kernel.inner((x, buffers), (x, buffers))])
+            kernel = DenseKernel(compiled_library, shapes_of(layers), packing.width, batch, dtype)
+            made, below = kernel.gradient(rows, x, lambda _, d=delta: d, with_inputs=True)
+            inside, into = rows.clone(), other.clone()
+            made.subtract(rates, inside, inside)
+            made.subtract(rates, rows, into)
+            parts = [f(i) for i in range(len(layers)) for f in (made.values, made.deltas)]
+            found.append([*parts, below, inside, into, made.inner(made)])
         assert all(map(same_bytes, *found)), (widths, batch)
 
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import DenseGradient, Gradient, require_slice
-from fedsim.kernels.dense import DenseKernel, DenseShape, dense_kernel
+from fedsim.kernels.dense import DenseKernel, DensePass, DenseShape, dense_kernel
 from fedsim.rows.packing import LINE, Packing, aligned_empty, sigmoid_
 from fedsim.training.gradients import FactoredGradient, LayerFactors, distance_between
 
@@ -121,19 +121,11 @@ class DenseLayers:
         # The kernel is given the stride from client to client; within one there may be no gaps.
         if theta.stride(1) != 1:
             theta = theta.contiguous()
-        if x.stride()[1:] != (x.shape[2], 1):
-            x = x.contiguous()
-        buffers = kernel.forward(theta, x)
-        h = kernel.values(buffers, len(self.layers) - 1)
         last = self.layers[-1].activation
-        if last in COMPILED:
-            delta = deltas(h)
-        else:
-            activated, behind = ACTIVATIONS[last]
-            h = activated(aligned_empty(h, *h.shape).copy_(h))
-            delta = behind(deltas(h), h)
-        inputs = kernel.backward(theta, buffers, delta, with_inputs=with_inputs)
-        return CompiledGradient(self, kernel, x, buffers), inputs
+        if last not in COMPILED:
+            deltas = partial(_deltas_before, ACTIVATIONS[last], deltas)
+        dense_pass, inputs = kernel.gradient(theta, x.contiguous(), deltas, with_inputs=with_inputs)
+        return CompiledGradient(self, dense_pass), inputs
 
     def _eager(
         self, theta: Tensor, x: Tensor, deltas: Callable[[Tensor], Tensor], with_inputs: bool
@@ -186,7 +178,8 @@ class DenseLayers:
         if self._shapes is None:
             return None
         if batch not in self._kernels:
-            self._kernels[batch] = dense_kernel(self._shapes, batch, dtype)
+            width = self.packing.width
+            self._kernels[batch] = dense_kernel(self._shapes, width, batch, dtype)
         return self._kernels[batch]
 
 
@@ -197,59 +190,54 @@ class CompiledGradient:
     Attributes
     ----------
     dense_layers : DenseLayers
-    kernel : DenseKernel
-    x : Tensor ``[n, B, in]``
-        Inputs of the first layer.
-    buffers : Tensor ``[n, size]``
-        Outputs of all layers, and their gradients.
+    dense_pass : DensePass
     """
 
     dense_layers: DenseLayers
-    kernel: DenseKernel
-    x: Tensor
-    buffers: Tensor
+    dense_pass: DensePass
 
     def __getitem__(self, clients: slice) -> CompiledGradient:
         """Gradients of these clients."""
-        some = require_slice(clients)
-        # A slice with a step has gaps, which the kernel does not take in its buffers.
-        return replace(self, x=self.x[some], buffers=self.buffers[some].contiguous())
+        return replace(self, dense_pass=self.dense_pass[require_slice(clients)])
 
     @property
     def factors(self) -> Sequence[LayerFactors]:
         """Factors of each layer, the last layer's first."""
-        layers = self.dense_layers.layers
-        values = [self.x, *(self.kernel.values(self.buffers, i) for i in range(len(layers) - 1))]
+        dense_pass, layers = self.dense_pass, self.dense_layers.layers
+        values = [dense_pass.x, *(dense_pass.values(i) for i in range(len(layers) - 1))]
         return [
-            LayerFactors(
-                values[i], self.kernel.deltas(self.buffers, i), layers[i].weight, layers[i].bias
-            )
+            LayerFactors(values[i], dense_pass.deltas(i), layers[i].weight, layers[i].bias)
             for i in range(len(layers) - 1, -1, -1)
         ]
 
     def dense(self) -> Tensor:
         """Packed rows ``[n, D]`` of the gradients, multiplied out: zeros minus -1 times them."""
-        out = self.x.new_zeros(len(self.x), self.dense_layers.packing.width)
-        self.kernel.subtract(out.new_full((len(out),), -1.0), out, out, self.x, self.buffers)
+        x = self.dense_pass.x
+        out = x.new_zeros(len(x), self.dense_layers.packing.width)
+        self.dense_pass.subtract(out.new_full((len(out),), -1.0), out, out)
         return out
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """Subtract ``rate`` times the products of the factors, without forming a gradient."""
-        into, rates = theta if out is None else out, rate.to(theta).expand(len(theta)).contiguous()
+        into, rates = theta if out is None else out, rate.to(theta.dtype).contiguous()
         if theta.stride()[1:] == into.stride()[1:] == (1,):
-            self.kernel.subtract(rates, theta, into, self.x, self.buffers)
+            self.dense_pass.subtract(rates, theta, into)
             return
         # A user's algorithm may have rows with gaps, which the kernel does not take.
         updated = into.clone(memory_format=torch.contiguous_format)
-        self.kernel.subtract(rates, theta.contiguous(), updated, self.x, self.buffers)
+        self.dense_pass.subtract(rates, theta.contiguous(), updated)
         into.copy_(updated)
 
     def distance(self, other: Gradient) -> Tensor:
         """L2 distances ``[n]``, from inner products of the factors."""
-        if not isinstance(other, CompiledGradient) or other.kernel is not self.kernel:
+        if (
+            not isinstance(other, CompiledGradient)
+            or other.dense_pass.kernel is not self.dense_pass.kernel
+        ):
             return DenseGradient(self.dense()).distance(other)
-        inner = self.kernel.inner((self.x, self.buffers), (other.x, other.buffers))
-        return distance_between(self._squares, other._squares, inner)
+        return distance_between(
+            self._squares, other._squares, self.dense_pass.inner(other.dense_pass)
+        )
 
     def norms(self) -> Tensor:
         """L2 norms ``[n]``, from inner products of the factors."""
@@ -257,18 +245,26 @@ class CompiledGradient:
 
     @cached_property
     def _squares(self) -> Tensor:
-        return self.kernel.inner((self.x, self.buffers), (self.x, self.buffers))
+        return self.dense_pass.inner(self.dense_pass)
 
     def scaled(self, factors: Tensor) -> CompiledGradient:
         """The gradients times ``factors [n]``, by scaling the output gradients."""
-        scaled = replace(self, buffers=self.buffers.clone())
-        for i in range(len(self.dense_layers.layers)):
-            self.kernel.deltas(scaled.buffers, i).mul_(factors.view(-1, 1, 1))
-        return scaled
+        return replace(self, dense_pass=self.dense_pass.scaled(factors))
 
     def max_abs(self) -> Tensor:
         """The L2 norms, which bound every coordinate."""
         return self.norms()
+
+
+def _deltas_before(
+    activation: tuple[Callable[[Tensor], Tensor], Backward],
+    deltas: Callable[[Tensor], Tensor],
+    outputs: Tensor,
+) -> Tensor:
+    """Gradients of outputs before an activation that is not compiled."""
+    forward, backward = activation
+    h = forward(aligned_empty(outputs, *outputs.shape).copy_(outputs))
+    return backward(deltas(h), h)
 
 
 def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
