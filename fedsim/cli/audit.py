@@ -12,7 +12,13 @@ import typer
 from click import get_current_context
 from click.core import ParameterSource
 
-from fedsim.cli.console import CONFIG_ARGUMENT, Output, Overrides, check_out, panel_option
+from fedsim.cli.console import (
+    CONFIG_ARGUMENT,
+    Output,
+    Overrides,
+    check_out,
+    panel_option,
+)
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -174,4 +180,4 @@ def _show(
         return
     console.print(tabulate(verdict, assumptions, everything=everything))
     if path is not None:
-        console.print(f"picture: {path}", soft_wrap=True)
+        console.print_files({path: "the picture"})

@@ -93,8 +93,7 @@ def explain(
     output = Output()
     table, _, choice = key.rpartition(".")
     if exact := [k for k in every if k.name == key]:
-        for entry in exact:
-            output.print(_explained(entry))
+        output.print(_explained(exact))
     elif in_table := [k for k in every if _table_of(k) == key]:
         output.print(_table(key, in_table, every, output.width))
     elif of_choice := [k for k in every if _table_of(k) == table and choice in k.belongs_to]:
@@ -172,11 +171,20 @@ def _default(key: Key) -> str:
     return "unset" if key.default == "" else json.dumps(key.default)
 
 
-def _explained(key: Key) -> str:
-    allowed = f": {key.allowed}" if key.allowed else ""
-    lines = [key.doc, f"It is {key.type}{allowed}.", f"By default {_default(key)}."]
-    if key.belongs_to:
-        lines.append(f"It belongs to {', '.join(key.belongs_to)}.")
+def _explained(entries: list[Key]) -> str:
+    """A key in words; of one that several choices have with other words, a line for each."""
+    key = entries[0]
+    if len(entries) > 1:
+        is_one_type = len({_type(one) for one in entries}) == 1
+        lines = [
+            f"{', '.join(one.belongs_to)}: {one.doc} {'' if is_one_type else f'{_type(one)} '}"
+            f"By default {_default(one)}."
+            for one in entries
+        ]
+        lines += [_type(key)] * is_one_type
+    else:
+        lines = [key.doc, _type(key), f"By default {_default(key)}."]
+        lines += [f"It belongs to {', '.join(key.belongs_to)}."] * bool(key.belongs_to)
     if key.name in keys_outside_release():
         lines.append("A resumed run may change it: --resume --set.")
     filled = (
@@ -184,6 +192,10 @@ def _explained(key: Key) -> str:
         for line in lines
     )
     return "\n".join((key.name, *filled))
+
+
+def _type(key: Key) -> str:
+    return f"It is {key.type}{f': {key.allowed}' if key.allowed else ''}."
 
 
 @config.command(cls=Command)

@@ -105,6 +105,10 @@ class Output(Console):
         if not self.is_terminal:
             self.push_render_hook(_NoBoxes())
 
+    def print_files(self, purposes: Mapping[Path, str]) -> None:
+        """Print a list of files; long paths do not wrap, so that they can be copied."""
+        self.print(file_list(purposes), soft_wrap=True)
+
 
 class _NoBoxes(RenderHook):
     """Prints tables and panels without lines around them."""
@@ -121,6 +125,12 @@ class _NoBoxes(RenderHook):
         elif isinstance(renderable, Lines):
             return Lines(*map(self._without, renderable.renderables))
         return renderable
+
+
+def file_list(purposes: Mapping[Path, str]) -> Text:
+    """Files that a command has written, one a line, each with what it is."""
+    width = max(len(str(path)) for path in purposes)
+    return Text("\n".join(f"{path!s:<{width}}  {words}" for path, words in purposes.items()))
 
 
 _lost: list[OSError] = []

@@ -86,7 +86,7 @@ def show_noises(source: Path | None, overrides: list[str], picture: Path | None)
         console.print(warning)
     if picture is not None:
         _draw(plans, f"Noise in the model at epsilon {epsilon:.4g}", picture)
-        console.print(f"picture: {picture}")
+        console.print_files({picture: "the picture"})
 
 
 def _plans(config: RunConfig, epsilon: float, delta: float) -> Iterator[NoisePlan]:

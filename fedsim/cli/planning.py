@@ -80,7 +80,7 @@ def partition(
         save(draw(counts, title), path, dpi=150)
     except OSError as error:
         raise FedsimError(f"--out is {path}, which cannot be written: {error.strerror}.") from error
-    console.print(f"picture: {path}", soft_wrap=True)
+    console.print_files({path: "the picture"})
 
 
 def tune(
@@ -325,7 +325,7 @@ def stats(
     )
     path = directory / "statistics.png"
     save(draw(statistics, settings.name), path, dpi=150)
-    console.print(f"picture: {path}", soft_wrap=True)
+    console.print_files({path: "the picture"})
 
 
 def _range(option: str, text: str | None) -> tuple[float, float] | None:

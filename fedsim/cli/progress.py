@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedsim.cli.console import JsonLines
+from fedsim.cli.console import JsonLines, file_list
 from fedsim.config import RunConfig
 from fedsim.federation.round_report import (
     describe_reasons,
@@ -195,18 +195,12 @@ def _metrics_table(rows: Sequence[Row]) -> RenderableType:
 
 
 def _files_table(directory: RunDirectory, *, claims: bool) -> RenderableType:
-    # Paths do not wrap, so that they can be copied; the text next to them does.
-    table = Table.grid(
-        Column(no_wrap=True, overflow="fold"), Column(overflow="fold"), padding=(0, 2)
-    )
-    for path, purpose in (
-        (directory.report, "curves, statement and config on one page"),
-        (directory.model, "the model"),
-        (directory.metrics, "one row per round"),
-        (directory.client_metrics, "one row per round and client"),
-        (directory.ledger, "every private release" if claims else "every release"),
-        (directory.config, "reproduces this run"),
-    ):
-        if path.exists():
-            table.add_row(str(path), purpose)
-    return table
+    purposes = {
+        directory.report: "curves, statement and config on one page",
+        directory.model: "the model",
+        directory.metrics: "one row per round",
+        directory.client_metrics: "one row per round and client",
+        directory.ledger: "every private release" if claims else "every release",
+        directory.config: "reproduces this run",
+    }
+    return file_list({path: words for path, words in purposes.items() if path.exists()})

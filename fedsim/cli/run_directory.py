@@ -114,7 +114,7 @@ def export(
     if public and merge:
         raise FedsimError("--merge is for --to FORMAT; --public publishes what was released.")
     from fedsim.privacy.durable import replace
-    from fedsim.runs.export import FORMATS, PEFT, default_path, export_adapter, publish
+    from fedsim.runs.export import BUNDLE, FORMATS, PEFT, default_path, export_adapter, publish
     from fedsim.runs.export import export as exported
     from fedsim.runs.saved import load
 
@@ -126,18 +126,19 @@ def export(
     console = Output()
     if public:
         path = out or run.absolute().with_name(f"{run.absolute().name}-public")
-        console.print(f"bundle: {publish(saved, path, client_noun)}", soft_wrap=True)
+        bundle = publish(saved, path, client_noun)
+        console.print_files({bundle / name: purpose for name, purpose in BUNDLE.items()})
         return
     path = out or default_path(saved, to)
     if to == PEFT:
-        console.print(f"peft: {export_adapter(saved, path)}", soft_wrap=True)
+        console.print_files({export_adapter(saved, path): "the adapter, for peft"})
         return
     if os.path.lexists(path):
         raise FedsimError(f"--out {path} already exists; choose another file.")
     content = exported(saved, to)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, content)
-    console.print(f"{to}: {path}", soft_wrap=True)
+    console.print_files({path: f"the model, as {to}"})
 
 
 def report(
@@ -163,7 +164,7 @@ def report(
     from fedsim.runs.summary import complete_record
 
     write(run_page(complete_record(run)), page)
-    Output().print(f"report: {page}", soft_wrap=True)
+    Output().print_files({page: "curves, statement and config on one page"})
 
 
 def compare(
@@ -187,4 +188,4 @@ def compare(
     from fedsim.runs.record import read_all
 
     write(compare_page(read_all(runs)), out)
-    Output().print(f"comparison: {out}", soft_wrap=True)
+    Output().print_files({out: "curves, tables and differences on one page"})

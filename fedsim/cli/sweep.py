@@ -103,9 +103,17 @@ def sweep(
     console.print(_table(grid, settings, measure))
     _print_best(console, settings, measure)
     print_cost(console, grid, records, where)
-    files = ("sweep.html", "sweep.csv", "sweep-seeds.csv", "sweep.png", "sweep.pdf")
-    console.print(*(str(where / name) for name in files))
+    console.print_files({where / name: purpose for name, purpose in _FILES.items()})
     _end_if_failed(console, outcomes)
+
+
+_FILES = {
+    "sweep.html": "curves, tables and differences on one page",
+    "sweep.csv": "one row per run",
+    "sweep-seeds.csv": "one row per setting, over its seeds",
+    "sweep.png": "the plot",
+    "sweep.pdf": "the plot, for a paper",
+}
 
 
 def _base(config: Path, set_: Sequence[str], over: Sequence[str]) -> RunConfig:

@@ -209,6 +209,16 @@ _NO_HEAD = (
 )
 
 
+BUNDLE = {
+    "statement.html": "the guarantee on one page, for an ethics board",
+    "statement.txt": "the guarantee in full",
+    "statement.json": "the same, for programs",
+    "model.safetensors": "the model",
+    "config.toml": "what determines the releases",
+}
+"""Files of a public bundle, each with what it is."""
+
+
 def publish(saved: SavedRun, out: Path, client_noun: str = "") -> Path:
     """Write a private run's public bundle: model, statement and config.
 

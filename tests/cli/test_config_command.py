@@ -130,6 +130,20 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
         assert sentence in capsys.readouterr().err
 
 
+def test_a_key_of_several_choices_has_one_heading_and_a_line_for_each(capsys) -> None:
+    assert status("config", "explain", "client.lr") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("client.lr\n    ")
+    assert text.count("client.lr") == 1
+    assert text.count("greater than 0") == 1
+    words = " ".join(text.split())
+    for choice, default in (("adam", 0.001), ("fednova, scaffold, sgd", 0.1)):
+        assert f"{choice}: The learning rate of local steps. By default {default}." in words
+    # Where choices differ in what they allow, each says so.
+    assert status("config", "explain", "cohort.rate") == 0
+    assert capsys.readouterr().out.count("It is a number") == 2
+
+
 @pytest.mark.parametrize("width", [40, 64, 80])
 def test_no_key_and_no_word_of_a_table_is_cut(width: int, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

@@ -24,7 +24,7 @@ from fedsim.datasets import Dataset
 from fedsim.datasets import load as load_data
 from fedsim.errors import FedsimError
 from fedsim.reports.verification import verify_run
-from fedsim.runs.export import export, publish
+from fedsim.runs.export import BUNDLE, export, publish
 from fedsim.runs.saved import SavedRun
 
 SMALL = {"rounds": 3, "partition.clients": 20, "client.lr": 0.5}
@@ -499,7 +499,7 @@ def test_a_bundle_holds_what_is_covered_and_no_operators_fact(
     publish(fedsim.load(private_run), tmp_path / "bundle")
     names = sorted(path.name for path in (tmp_path / "bundle").iterdir())
     statements = [f"statement.{kind}" for kind in ("html", "json", "txt")]
-    assert names == ["config.toml", "model.safetensors", *statements]
+    assert names == ["config.toml", "model.safetensors", *statements] == sorted(BUNDLE)
     everything = b"".join(path.read_bytes() for path in (tmp_path / "bundle").iterdir())
     assert str(private_run).encode() not in everything
     config = (tmp_path / "bundle" / "config.toml").read_text()
