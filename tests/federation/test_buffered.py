@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from clients_helpers import make_data, make_mlp
 from hypothesis import given
 from hypothesis import strategies as st
 from killed_runs import killed_in
+from scipy.optimize import brentq
+from scipy.stats import norm
 from torch import Tensor
 
 import fedsim
@@ -41,7 +44,10 @@ from fedsim.mechanisms import (
 from fedsim.privacy import Independent, Ledger, epsilon
 from fedsim.privacy.laws.base import Participation
 from fedsim.privacy.losses import gaussian_epsilon
+from fedsim.privacy.noise import Correlated
 from fedsim.privacy.noise.banded import Banded
+from fedsim.privacy.noise.blt import BLT
+from fedsim.privacy.noise.tree import Tree
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -300,6 +306,61 @@ def test_correlated_noise_has_the_sensitivity_of_separated_releases() -> None:
     assert times == pytest.approx(np.sqrt(3), rel=1e-9)
     tighter = replace(plan, sampler=replace(cohort, participations=1))
     assert tighter.event().law.sensitivity == pytest.approx(tighter.noise.column_norm, rel=1e-9)
+
+
+def matrix_of(noise: Correlated, rounds: int) -> Floats:
+    """The matrix whose product with the rounds' sums is noised, from its definition."""
+    numbers = noise.coefficient_values()
+    if isinstance(noise, Tree):  # a row for each node of each tree: the rounds below it
+        (period,) = map(int, numbers)
+        return np.array(
+            [
+                [float(first <= t < first + width) for t in range(rounds)]
+                for start in range(0, rounds, period)
+                for width in (1 << level for level in range(period.bit_length()))
+                for first in range(start, start + period, width)
+            ]
+        )
+    if isinstance(noise, BLT):
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        column = [1.0] + [sum(w * d**lag for d, w in pairs) for lag in range(rounds - 1)]
+    else:
+        column = [*numbers, *[0.0] * rounds][:rounds]
+    return np.array(
+        [[column[i - j] if i >= j else 0.0 for j in range(rounds)] for i in range(rounds)]
+    )
+
+
+def delta_of(eps: float, mu: float) -> float:
+    """Delta of a Gaussian whose mean moves by mu standard deviations (Balle and Wang 2018)."""
+    return norm.cdf(mu / 2 - eps / mu) - np.exp(eps) * norm.cdf(-mu / 2 - eps / mu)
+
+
+@pytest.mark.parametrize(("k", "separation"), [(1, 1), (3, 4), (2, 4), (9, 4), (2, 8)])
+@pytest.mark.parametrize("kind", [Banded, BLT, Tree])
+def test_correlated_noise_costs_what_the_worst_releases_of_a_client_do(
+    kind: type[Correlated], k: int, separation: int
+) -> None:
+    rounds, z = 16, 2.0
+    cohort = BufferedCohort(
+        20, 5, participations=k, separation=separation, rounds=rounds, population=100
+    )
+    plan = ReleasePlan(
+        level="client", sampler=cohort, mechanism=Clipping(1.0), noise=kind(z), rounds=rounds
+    )
+    assert isinstance(plan.noise, Correlated)
+    matrix = matrix_of(plan.noise, rounds)
+    assert (matrix >= 0).all()  # so that the worst updates of a client are all the same vector
+    worst = max(
+        float(np.linalg.norm(matrix[:, pattern].sum(1)))
+        for count in range(1, k + 1)
+        for pattern in combinations(range(rounds), count)
+        if all(b - a >= separation for a, b in pairwise(pattern))
+    )
+    expected = brentq(lambda eps: delta_of(eps, worst / z) - 1e-5, 1e-6, 200.0, xtol=1e-12)
+    assert plan.epsilon(1e-5) == pytest.approx(expected, rel=1e-6)
+    assert plan.closed
+    assert [plan.charge(number).count for number in (1, 2, rounds)] == [1, 0, 0]
 
 
 # -- the rounds --------------------------------------------------------------------
