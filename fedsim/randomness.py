@@ -51,7 +51,7 @@ class Purpose(IntEnum):
     PARTITION = 2, "seed", ("run",), "0 dealing examples, 1 keeping some of them"
     SAMPLE = 3, "seed", ("client", "example"), "the step, or the pass over examples"
     AMPLIFIED_SAMPLE = 4, "release", ("client", "example"), "the step"
-    NOISE = 5, "release", ("client", "example"), "0 a release, its scalars last"
+    NOISE = 5, "release", ("client", "example"), "0 releases, or the step of one (`counters`)"
     SHARE = 6, "release", ("client",), "0 a client's share of a release's noise"
     DROPOUT = 7, "seed", ("example",), "the step; 2^40 an evaluation"
     EVALUATE = 8, "seed", ("client",), "0 who evaluates"
@@ -201,23 +201,46 @@ class Randomness:
         stream: Stream | None = None,
     ) -> Iterator[np.random.Generator]:
         """Yield the `generator` of one part after another, each valid until the next is taken."""
+        key, words, watch = self._start(purpose, level, round, client, parts)
+        stream = stream or Stream()
+        for part in parts:
+            if watch is not None:
+                watch(Address(key, level, purpose, round, words[2], part))
+            if key is None:
+                yield stream.seek((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
+            else:
+                yield stream.seek(key, (0, words[0] + part - parts.start, *words[1:]))
+
+    def counters(
+        self, purpose: Purpose, *, level: DrawLevel, round: int, client: int, parts: range
+    ) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Key, and last three words of Philox's counter, at the first of these parts' addresses.
+
+        For draws that are made at their counters (`fedsim.kernels.device_normals`) and not by a
+        generator; the addresses are the same, and each must not have been used before. For every
+        further part the first of the three words is larger by 1.
+        """
+        key, words, watch = self._start(purpose, level, round, client, parts)
+        if key is None:
+            raise ValueError("draws from the operating system's entropy have no counters.")
+        if watch is not None:
+            for part in parts:
+                watch(Address(key, level, purpose, round, words[2], part))
+        return key, words
+
+    def _start(
+        self, purpose: Purpose, level: DrawLevel, round: int, client: int, parts: range
+    ) -> tuple[tuple[int, int] | None, tuple[int, int, int], Callable[[Address], object] | None]:
+        """Key, last three words of the counter of the first part, and what is told of addresses."""
         if level not in purpose.levels:
             raise ValueError(f"{purpose.name} has no level {level!r}, only {purpose.levels}.")
         last = parts.stop - 1
         if not (parts.start >= 0 and last < 2**48 and 0 <= round < 2**63 and 0 <= client < 2**63):
             raise ValueError(f"there is no address of round {round}, client {client}, part {last}.")
         key = None if self.seed is None else self._keys[purpose.keyed_by]
-        watch = None if self._repeats else Randomness.address_observer
         # One counter word has level (bits 56 to 63), purpose (48 to 55) and part (0 to 47).
-        purpose_word = _LEVELS[level] << 56 | purpose << 48
-        stream = stream or Stream()
-        for part in parts:
-            if watch is not None:
-                watch(Address(key, level, purpose, round, client, part))
-            if key is None:
-                yield stream.seek((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
-            else:
-                yield stream.seek(key, (0, purpose_word | part, round, client))
+        words = _LEVELS[level] << 56 | purpose << 48 | parts.start, round, client
+        return key, words, None if self._repeats else Randomness.address_observer
 
 
 @dataclass(frozen=True)

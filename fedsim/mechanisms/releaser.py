@@ -10,6 +10,7 @@ it came from, as those of an unrounded floating-point sum would (Mironov 2012).
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections import deque
@@ -38,8 +39,9 @@ from fedsim.mechanisms.base import (
 )
 from fedsim.mechanisms.partial import PartialSum, SegmentSum, SumDefinition
 from fedsim.privacy.noise import Noise, NoiseDraws, NoiseState, check_split
-from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
+
+_DENOMINATOR = "denominator"
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,18 @@ class Releaser:
         zeros = self._definition.zeros
         return zeros.new_tensor(numbers).view(zeros.shape)
 
+    @property
+    def owner_numbers(self) -> dict[str, Tensor]:
+        """Each owner's denominator and noise multipliers, float64 ``[n]`` by name."""
+        return {_DENOMINATOR: self._denominators, **self._multipliers}
+
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> Releaser:
+        """The same releaser for other owners, of whom these are the `owner_numbers`."""
+        other = copy.copy(self)
+        other._multipliers = dict(numbers)
+        other._denominators = other._multipliers.pop(_DENOMINATOR)
+        return other
+
     def start(self, state: State, active: int | None = None) -> PartialSum:
         """Empty sums for one round.
 
@@ -193,14 +207,16 @@ class Releaser:
             self._definition, {}, [s.select(round_state) for s in self._definition.segments]
         )
 
-    def release(self, total: PartialSum, *sources: NoiseSource, missing: float = 1.0) -> Release:
+    def release(
+        self, total: PartialSum, *sources: NoiseSource | BlockNoise, missing: float = 1.0
+    ) -> Release:
         """Add noise to the sums, once, and divide.
 
         Parameters
         ----------
         total : PartialSum
-        sources : NoiseSource
-            One for each owner.
+        sources : NoiseSource or BlockNoise
+            One for each owner, or one for all.
         missing : float
             The part of the noise's variance that the rows do not bring with them, from 0 to 1.
         """
@@ -256,14 +272,21 @@ class Releaser:
         z = self._multipliers[segment.prefix + "sum"][active_owners][..., None]
         return Released(mean, segment.select(side_scalars), z, r, noiseless_sums)
 
-    def draw_sizes(self, total: PartialSum) -> list[int]:
-        """Sizes of the draws that a release of ``total`` takes from each source, in order."""
-        return [*_noise_sizes(self._definition.split, total.grids).values()]
+    @property
+    def draw_sizes(self) -> list[int]:
+        """Sizes of the draws that a release takes from each source, in order."""
+        return [*self._noise_sizes(self._definition.split).values()]
+
+    def _noise_sizes(self, split: Mapping[str, float]) -> dict[str, int]:
+        """Names of the sums that get noise, in the order of drawing, with their sizes."""
+        segments = self._definition.segments
+        vectors = {f"{segment.prefix}sum": segment.layout.d for segment in segments}
+        return {name: vectors.get(name, 1) for name, z in split.items() if 0 < z < math.inf}
 
     def add_noise(
         self,
         total: PartialSum,
-        sources: Sequence[NoiseSource],
+        sources: Sequence[NoiseSource | BlockNoise],
         drawn_multiplier: Callable[[Any], Any] | None = None,
     ) -> tuple[dict[str, Tensor], NoiseState]:
         """Every noisy sum in units of its grid, and the noise's next state.
@@ -288,12 +311,15 @@ class Releaser:
             # On the CPU, since a GPU divides by multiplying with a reciprocal, which rounds twice.
             multipliers = {k: drawn_multiplier(z.cpu()).to(z) for k, z in multipliers.items()}
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
-        sizes = _noise_sizes(split, grids)
+        sizes = self._noise_sizes(split)
         if not sizes:
             return units, noise_state
 
         def draws_of(age: int, number: int) -> Tensor:
-            of_round = [source.at(age, number) for source in sources]
+            if isinstance(sources[0], BlockNoise):
+                assert age == number == 0, "these are the draws of one release"
+                return sources[0].draws
+            of_round = [s.at(age, number) for s in sources if isinstance(s, NoiseSource)]
             draws = normals(of_round, [*sizes.values()], self._definition.device)
             return draws[0] if self._is_single else draws
 
@@ -312,11 +338,6 @@ class Releaser:
             sums = grids[name].on_grid()
             units[name] = draws.add_(sums) if self._is_single else sums.add_(draws)
         return units, noise_state
-
-
-def _noise_sizes(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str, int]:
-    """Names of the sums that get noise, in the order of drawing, with their sizes."""
-    return {name: grids[name].coarse.shape[-1] for name, z in split.items() if 0 < z < math.inf}
 
 
 @dataclass(frozen=True)
@@ -363,6 +384,17 @@ class NoiseSource:
         return draws
 
 
+@dataclass(frozen=True)
+class BlockNoise:
+    """Standard normal draws of n owners for one release, ``[n, sum of sizes]``, made before it.
+
+    For noise that is independent over rounds. The release overwrites them.
+    """
+
+    draws: Tensor
+    round: int = 1
+
+
 def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.device) -> Tensor:
     """Standard normal draws ``[n, sum of sizes]``, one row from each source.
 
@@ -374,7 +406,10 @@ def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.
         len(sources), sum(sizes), dtype=torch.float64, pin_memory=device.type == "cuda"
     )
     for row, source in zip(host.numpy(), sources, strict=True):
-        np.concatenate([source.normal(size) for size in sizes], out=row)
+        start = 0
+        for size in sizes:
+            row[start : start + size] = source.normal(size)
+            start += size
     return host.to(device, non_blocking=True)
 
 

@@ -34,6 +34,7 @@ from fedsim.runs.data_split import RunData
 from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
+from fedsim.training.block_memory import USABLE_SHARE
 from fedsim.training.frozen_stem import split_frozen_stem
 from fedsim.training.paths.path_choice import most_rows
 
@@ -208,7 +209,7 @@ def make_trainer(
         test = test_inputs
     # A node's operator need not install a compiler; without one, updates differ by rounding only.
     optional_kernel = config.engine.name == "deployment" and client.kernel == "compiled"
-    return Trainer(
+    trainer = Trainer(
         tail,
         algorithm(config),
         inputs,
@@ -233,6 +234,12 @@ def make_trainer(
         test=test,
         personal=personal,
     )
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        # Workers that share a GPU have a part of it each.
+        share = min(1.0, config.engine.gpus_per_worker or 1.0) * USABLE_SHARE
+        trainer.limit_memory(int(memory * share))
+    return trainer
 
 
 def _cohort_block(

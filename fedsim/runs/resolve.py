@@ -144,7 +144,7 @@ def resolve(
 
     # In this order: the digest covers the trainer's path, and then keys the trainer's draws.
     released = _release_config(config, plan, privacy, trainer)
-    release = run_digest(released, overrides, dataset)
+    release = run_digest(released, overrides, dataset, on_device=trainer.draws_noise_in_steps)
     trainer.key_by(release)
 
     complete = {"client.block-size": trainer.block_size, "engine.device": trainer.device.type}
@@ -248,10 +248,17 @@ def _release_config(
     return config if complete else config.replace(**resolved_keys)
 
 
-def run_digest(released: RunConfig, overrides: ObjectOverrides, dataset: Dataset) -> str:
-    """Digest of all that determines what a run releases: its config and its Python objects."""
+def run_digest(
+    released: RunConfig, overrides: ObjectOverrides, dataset: Dataset, *, on_device: bool
+) -> str:
+    """Digest of all that determines what a run releases.
+
+    That is its config, its Python objects, and whether examples' noise is drawn on a GPU.
+    """
     digest, objects = release_digest(released), overrides.digest(dataset)
-    return digest_of({"config": digest, "given": objects}) if objects else digest
+    parts = {"config": digest} | ({"given": objects} if objects else {})
+    parts |= {"noise drawn on": "device"} if on_device else {}
+    return digest_of(parts) if len(parts) > 1 else digest
 
 
 def driver_charges_examples(config: RunConfig) -> bool:

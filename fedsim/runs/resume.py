@@ -173,7 +173,8 @@ def refuse_other_run(directory: RunDirectory, resolved: Resolved) -> None:
     if state.release != resolved.release:
         raise FedsimError(
             f"the run in {directory.path} has released other values than this one would; it must "
-            "be resumed with the model=, data=, partition= and strategy= that it began with."
+            "be resumed with the model=, data=, partition= and strategy= that it began with, and, "
+            "where examples are protected, on a CPU or a GPU as it began."
         )
     names = {"x": "inputs of another shape or type", "y": "targets of another shape or type"}
     for key, now in data_shape(resolved.data).items():

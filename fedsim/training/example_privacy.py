@@ -157,10 +157,19 @@ class ExamplePrivacy:
         return batch_width(work.batch_size, size)
 
     def keyed(
-        self, randomness: Randomness, algorithm: LocalAlgorithm, work: LocalWork, loss: Loss
+        self,
+        randomness: Randomness,
+        algorithm: LocalAlgorithm,
+        work: LocalWork,
+        loss: Loss,
+        *,
+        on_device: bool,
     ) -> Randomness:
-        """Randomness keyed by a digest of known settings, for a run without a release digest."""
-        settings = {
+        """Randomness keyed by a digest of known settings, for a run without a release digest.
+
+        ``on_device``: whether noise is drawn on the device that trains, by another formula.
+        """
+        settings: dict[str, object] = {
             "seed": randomness.seed,
             "algorithm": algorithm,
             "work": work,
@@ -168,7 +177,7 @@ class ExamplePrivacy:
             "mechanism": self.mechanism,
             "noise": self.noise,
             "sampling": self.sampling,
-        }
+        } | ({"noise drawn on": "device"} if on_device else {})
         return Randomness(randomness.seed, digest_of(settings))
 
 

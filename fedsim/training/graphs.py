@@ -39,6 +39,7 @@ from fedsim.rows.packing import LINE
 from fedsim.training.gradients import FactoredGradient, LayerFactors, ParameterGradients
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.program import Program
+from fedsim.training.private_steps import PrivateStepper
 from fedsim.training.steps import Stepper
 
 _log = logging.getLogger(__name__)
@@ -50,13 +51,17 @@ INDEX, WEIGHT = "batch.index", "batch.weight"
 Work = Callable[[], tuple[State, Tensor]]
 
 
-def captured_steps(stepper: Stepper, block_size: int) -> StepGraphs | None:
-    """Captured steps, on a GPU and for paths whose kernels take a whole block; else None."""
-    path = stepper.path
-    of_block = isinstance(path, FuncPath) or (isinstance(path, Program) and not path.convolutions)
-    if stepper.device.type == "cuda" and of_block:
-        rows = min(block_size, max(1, stepper.data.population))
-        return StepGraphs(stepper, CudaRecorder(stepper.device), rows)
+def captured_steps(stepper: Stepper | PrivateStepper, block_size: int) -> StepGraphs | None:
+    """Captured steps, on a GPU and for ways whose kernels take a whole block; else None."""
+    if isinstance(stepper, PrivateStepper):
+        of_block, base = stepper.method.takes_blocks, stepper.stepper
+    else:
+        path, base = stepper.path, stepper
+        layered = isinstance(path, Program) and not path.convolutions
+        of_block = layered or isinstance(path, FuncPath)
+    if base.device.type == "cuda" and of_block:
+        rows = min(block_size, max(1, base.data.population))
+        return StepGraphs(stepper, CudaRecorder(base.device), rows)
     return None
 
 
@@ -65,14 +70,16 @@ class StepGraphs:
 
     Parameters
     ----------
-    stepper : Stepper
+    stepper : Stepper or PrivateStepper
         Its eager steps are captured, and run directly where that is not possible.
     recorder : CudaRecorder
     block_size : int
         Number of clients that every step is computed for; a larger block takes a multiple of it.
     """
 
-    def __init__(self, stepper: Stepper, recorder: CudaRecorder, block_size: int) -> None:
+    def __init__(
+        self, stepper: Stepper | PrivateStepper, recorder: CudaRecorder, block_size: int
+    ) -> None:
         self.stepper, self.recorder, self.block_size = stepper, recorder, block_size
         self.graphs: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
         self.can_capture = True

@@ -25,11 +25,15 @@ from fedsim.training.batches import (
 )
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
-from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.payload import PERSONAL, Payload, ReceivedVectors
 from fedsim.training.plain_steps import plain_loop
-from fedsim.training.private_steps import PrivateLoop, max_chunk
+from fedsim.training.private_steps import (
+    PrivateLoop,
+    PrivateStepper,
+    draws_on_device,
+    max_chunk,
+)
 from fedsim.training.probe import Probe, gradient_methods
 from fedsim.training.steps import RoundClients, StepLoop, StepLoopResult, Stepper
 
@@ -72,8 +76,8 @@ class LocalRounds:
         Example-level privacy, if clients have it.
     entropy : "config" or "system"
         Source of their noise.
-    method : GradientMethod or None
-        Computes their per-example gradients, if they have example-level privacy.
+    private : PrivateStepper or None
+        Makes their steps, if they have example-level privacy.
     releases : ExampleReleases or None
         Records clients' releases; None without example-level privacy, or where another trainer has
         recorded them.
@@ -88,7 +92,7 @@ class LocalRounds:
     workload: Workload
     privacy: ExamplePrivacy | None
     entropy: Entropy = "system"
-    method: GradientMethod | None = field(default=None, init=False)
+    private: PrivateStepper | None = field(default=None, init=False)
     releases: ExampleReleases | None = field(default=None, init=False)
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
     _started_rounds: dict[int, int] = field(default_factory=dict, init=False)
@@ -96,12 +100,18 @@ class LocalRounds:
     def __post_init__(self) -> None:
         trained = self.trained
         if self.privacy is not None:
-            self.method = method = Probe(trained).fastest(gradient_methods(trained))
+            method = Probe(trained).fastest(gradient_methods(trained))
             work, stepper = self.workload.work, self.stepper
             # Refuses a mechanism and noise with which every client would fail. No client's size
             # decides this, since it may be protected: clients with less than a batch fail alone.
-            if (plan := self.privacy.plan(work, work.batch_size or _MANY_EXAMPLES)) is not None:
-                Releaser([plan], stepper.packing.layout, exact=False)
+            plan = self.privacy.plan(work, work.batch_size or _MANY_EXAMPLES)
+            assert plan is not None
+            layout, device = stepper.packing.layout, stepper.device
+            releaser = Releaser([plan], layout, device=device, exact=False)
+            in_step = draws_on_device(device, self.entropy)
+            self.private = PrivateStepper(
+                stepper, method, releaser, self.privacy.hardened, draws_in_step=in_step
+            )
             self.releases = ExampleReleases(
                 self.privacy, stepper.data, work, entropy=self.entropy, rows=method.evidence
             )
@@ -112,6 +122,11 @@ class LocalRounds:
     def reports_loss(self) -> bool:
         """Whether clients report their un-noised training loss."""
         return self.privacy is None or self.privacy.unprotected_metrics
+
+    @property
+    def largest_width(self) -> int:
+        """Batch width of a client that has more examples than a batch."""
+        return self._width(_MANY_EXAMPLES)
 
     def blocks(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness], size: int
@@ -247,12 +262,11 @@ class LocalRounds:
         batches = clients.batches
         if batches is None:
             batches = self._draw(clients.client_ids, clients.round, clients.randomness)
-        if self.privacy is None or self.method is None:
+        if self.privacy is None or self.private is None:
             return plain_loop(self.stepper, batches, clients.round, seeds)
         return PrivateLoop(
-            self.stepper,
+            self.private,
             self.privacy,
-            self.method,
             self.workload.work,
             batches,
             clients,

@@ -55,7 +55,10 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
     methods: list[GradientMethod] = []
     if structure is not None and read_loss is not None:
         module = structure.module
-        if program is not None and program.has_example_rows:
+        # On a GPU a program's convolutions go one client at a time, and hooks take a block.
+        on_gpu = next(module.parameters()).is_cuda
+        rows = program is not None and program.has_example_rows
+        if program is not None and rows and not (on_gpu and program.convolutions):
             methods.append(ProgramMethod(module, packing, read_loss, program))
         elif layers := product_layers(structure, packing):
             methods.append(HookMethod(module, packing, read_loss, layers))

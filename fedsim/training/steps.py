@@ -69,8 +69,9 @@ class Stepper:
     statistics : int64 Tensor ``[s]``, optional
         Positions in a packed row of batch statistics: the model itself writes them when it runs,
         and no update rule (weight decay, a proximal term) may change them.
-    captured : callable, optional
-        Does what `step_eagerly` does by CUDA graphs: `fedsim.training.graphs.StepGraphs`.
+    captured_step : callable, optional
+        Does what `step_eagerly` does by CUDA graphs: `fedsim.training.graphs.StepGraphs`. Of
+        clients with example-level privacy it makes the private step.
     """
 
     path: Path
@@ -298,8 +299,10 @@ class StepLoop:
         values = torch.cat([losses.flatten() for losses in self.losses]).double().cpu().numpy()
         for index, losses in enumerate(self.losses):
             of_step, values = values[: losses.numel()], values[losses.numel() :]
-            active = result[: len(losses), index]
-            active[:] = of_step.reshape(active.shape)
+            # A private step leaves out chunks at the end that are empty for all clients.
+            of_clients = of_step.reshape(len(losses), -1)
+            active = result[: len(losses), index].reshape(len(losses), -1)
+            active[:, : of_clients.shape[1]] = of_clients
         return result
 
     def mean_losses(self) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Self
@@ -25,6 +26,7 @@ from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
 from fedsim.training import trainer_checks
 from fedsim.training.batches import Workload
+from fedsim.training.block_memory import clients_within
 from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import Evaluation
@@ -33,7 +35,10 @@ from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths import path_choice
 from fedsim.training.payload import Payload, Personal, positions_of
+from fedsim.training.private_steps import draws_on_device
 from fedsim.training.steps import Stepper
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -150,7 +155,10 @@ class Trainer:
             k: m if isinstance(m, Metric) else MeanOf(m) for k, m in metrics.items()
         }
         if privacy is not None and randomness.release is None:
-            randomness = privacy.keyed(randomness, algorithm, self.workload.work, self.loss)
+            on_device = draws_on_device(self.device, randomness.entropy)
+            randomness = privacy.keyed(
+                randomness, algorithm, self.workload.work, self.loss, on_device=on_device
+            )
         self.randomness = randomness
         self.privacy = privacy
         self.max_grad_norm = max_grad_norm
@@ -192,8 +200,7 @@ class Trainer:
             self.max_grad_norm,
             positions_of(packing, statistics, self.device) if statistics else None,
         )
-        stepper.captured_step = captured_steps(stepper, self.block_size)
-        return LocalRounds(
+        rounds = LocalRounds(
             trained,
             stepper,
             self.client_state,
@@ -202,11 +209,39 @@ class Trainer:
             self.privacy,
             self.randomness.entropy,
         )
+        stepper.captured_step = captured_steps(rounds.private or stepper, self.block_size)
+        return rounds
+
+    def limit_memory(self, memory: int) -> None:
+        """Make blocks smaller, until the steps of one are predicted to take at most so many bytes.
+
+        Nothing changes for models that train one client at a time, or for batches of all of a
+        client's examples, whose number is not known.
+        """
+        rounds, before = self.rounds, self.block_size
+        if self.stepper.captured_step is None or not self.workload.work.batch_size:
+            return
+        free = memory - self.data.x.nbytes - self.data.y.nbytes
+        most = min(before, max(1, self.population))
+        fits = clients_within(free, self.stepper, rounds.private, most, rounds.largest_width)
+        if fits < most:
+            _log.warning(
+                "client.block-size is %d: %d clients at once would take more than the %.1f GiB "
+                "that are free for them on the GPU",
+                fits, most, free / 2**30,
+            )  # fmt: skip
+            self.block_size = fits
+            self.stepper.captured_step = captured_steps(rounds.private or self.stepper, fits)
 
     @property
     def population(self) -> int:
         """Number of clients."""
         return self.data.population
+
+    @property
+    def draws_noise_in_steps(self) -> bool:
+        """Whether noise on gradients is drawn on a GPU, where each step is made."""
+        return self.rounds.private is not None and self.rounds.private.draws_in_step
 
     @property
     def reported(self) -> tuple[str, ...]:
@@ -292,7 +327,11 @@ class Trainer:
         )
         settings = {name: getattr(self, name) for name in names} | vars(self.workload.work)
         settings |= {"counts": self.workload.counts, "personal": self.personal.names}
-        return type(self)(**(settings | changes))
+        copied = type(self)(**(settings | changes))
+        if self.rounds.private is not None and copied.rounds.private is not None:
+            # By the original's formula on every device, as the digest that keys noise says.
+            copied.rounds.private.draws_in_step = self.rounds.private.draws_in_step
+        return copied
 
     def initial(self) -> Tensor:
         """First vector sent to clients, ``[d]``: the model's parameters, then zero vectors."""

@@ -16,6 +16,7 @@ from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
+from fedsim.training.private_steps import PrivateLoop
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}
@@ -157,6 +158,13 @@ def as_if_on_a_gpu(monkeypatch, trainer):
     trainer.data = dataclasses.replace(data, x=pretend(data.x), y=pretend(data.y))
     trainer.stepper.data = trainer.data
     trainer.block_size = data.population
+    prepare = PrivateLoop._prepare_noise
+
+    def on_it(loop, clients):
+        prepare(loop, clients)
+        loop.release = {name: pretend(entry) for name, entry in loop.release.items()}
+
+    monkeypatch.setattr(PrivateLoop, "_prepare_noise", on_it)
     return trainer
 
 

@@ -70,7 +70,7 @@ def digests_of(patch: pytest.MonkeyPatch, config: RunConfig, **objects: Any) -> 
 
     weights = Weights()
     patch.setattr(Releaser, "release", watched)
-    patch.setattr("fedsim.runs.resolve.run_digest", lambda *_: RELEASE)
+    patch.setattr("fedsim.runs.resolve.run_digest", lambda *_, **__: RELEASE)
     fedsim.run(config, callbacks=[weights], **objects)
     # A robust mean sums nothing that is released.
     sums = [] if config.mechanism.name in ROBUST else sums

@@ -180,7 +180,7 @@ def test_a_loss_may_declare_whether_it_looks_across_a_batch():
 def test_a_loss_is_not_taken_at_its_word_where_examples_are_private():
     privacy = ExamplePrivacy(Clipping(0.5), 0.0)
     trainer = trainer_of(make_mlp(), declared(False), data=make_data(SIZES), privacy=privacy)
-    assert trainer.rounds.method.evidence == "one at a time: user code"
+    assert trainer.rounds.private.method.evidence == "one at a time: user code"
 
 
 BY_EXAMPLE = {

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from clients_helpers import joined, make_cnn, make_data, make_mlp
-from cuda_helpers import NoReadingBack, as_if_on_a_gpu, pretend
+from cuda_helpers import NoReadingBack, Tape, as_if_on_a_gpu, pretend, rounds
 from release_helpers import one_round, plan_of
 from slow_cases import slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fedsim.clients import SGD, AdadpLR
 from fedsim.mechanisms import (
@@ -33,9 +35,13 @@ from fedsim.mechanisms.base import BoundedRows
 from fedsim.privacy import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
-from fedsim.training import ClientData, ExamplePrivacy, Trainer, private_steps
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, local_rounds, private_steps
 from fedsim.training.client_state import CarriedState
-from fedsim.training.private_steps import PrivateLoop
+from fedsim.training.graphs import StepGraphs
+from fedsim.training.own_state import OwnState
+from fedsim.training.paths.examples import VmapMethod
+from fedsim.training.paths.factored import HookMethod, product_layers
+from fedsim.training.private_steps import PrivateStepper
 from fedsim.training.probe import Probe
 
 
@@ -136,21 +142,40 @@ def test_bytes_do_not_depend_on_the_block_for_layers_of_any_width(features, hidd
 class OneByOne(Releaser):
     """Every owner's sum made and released alone, in the exact way of a server."""
 
-    def __init__(self, plans, layout, *, device, exact):
-        super().__init__(plans, layout, exact=exact)
-        self.alone = [Releaser(plan, layout) for plan in plans]
+    def with_numbers(self, numbers):
+        other = super().with_numbers(numbers)
+        plans = [plan_of(self.mechanism, self.noise, r) for r in numbers["denominator"].tolist()]
+        other.alone = [Releaser(plan, self.layout) for plan in plans]
+        return other
 
     def start(self, state, active=None):
         own = [{name: tensor[k] for name, tensor in state.items()} for k in range(active)]
-        return Sums([one.start(its) for one, its in zip(self.alone, own, strict=False)])
+        return Sums([one.start(its) for one, its in zip(self.alone, own, strict=True)])
 
-    def release(self, total, *sources):
+    def release(self, total, noise):
+        sources = [Drawn(None, left=draws) for draws in noise.draws.numpy()]
         made = [
             one.release(partial, source)
-            for one, partial, source in zip(self.alone, total.sums, sources, strict=False)
+            for one, partial, source in zip(self.alone, total.sums, sources, strict=True)
         ]
+        RELEASED.append(len(made))
         state = {name: torch.stack([one.state[name] for one in made]) for name in made[0].state}
         return Release(torch.stack([one.mean for one in made]), state)
+
+
+RELEASED = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(NoiseSource):
+    """Draws that have been made."""
+
+    left: np.ndarray = dataclasses.field(kw_only=True)
+
+    def normal(self, size):
+        drawn, left = self.left[:size].copy(), self.left[size:]
+        object.__setattr__(self, "left", left)
+        return drawn
 
 
 @dataclasses.dataclass
@@ -173,8 +198,10 @@ def test_a_block_releases_what_one_sum_at_a_time_does(monkeypatch, mechanism, ma
         mechanism = PerLayer((("0.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))))
     settings = {"model": model, "data": data, "state": "client"}
     together = updates(trainer_of(mechanism, **settings), rounds=2)
-    monkeypatch.setattr(private_steps, "Releaser", OneByOne)
+    monkeypatch.setattr(local_rounds, "Releaser", OneByOne)
+    RELEASED.clear()
     apart = updates(trainer_of(mechanism, **settings), rounds=2)
+    assert sum(RELEASED) > 2 * 3 * (len(SIZES) - 2)
     # Apart, implicit sums are rounded to their grid of 2^-30 once for every chunk.
     torch.testing.assert_close(together, apart, rtol=0, atol=2e-7)
 
@@ -309,19 +336,13 @@ def test_a_private_step_for_a_gpu_is_that_of_a_cpu_and_reads_nothing_back(
     trainer.rounds.releases = None
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **kind: pretend(zeros(*size, **kind)))
-
-    class Pretending(Releaser):
-        def start(self, state, active=None):
-            return super().start({k: pretend(v) for k, v in state.items()}, active)
-
-    monkeypatch.setattr(private_steps, "Releaser", Pretending)
-    step = PrivateLoop.step
+    step = PrivateStepper.step_eagerly
 
     def watched(*given):
         with NoReadingBack():
-            step(*given)
+            return step(*given)
 
-    monkeypatch.setattr(PrivateLoop, "step", watched)
+    monkeypatch.setattr(PrivateStepper, "step_eagerly", watched)
     found, _ = joined(trainer.train(vector, IDS, 1))
     assert found.is_cuda
     # On a GPU rows that are centred are written out, and need no margin for what might cancel.
@@ -338,20 +359,39 @@ def fakes_a_gpu() -> bool:
         return False
 
 
+class NoHost(TorchDispatchMode):
+    """Refuses operations on tensors of the host: a graph would repeat the values it has seen."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
+        assert {one.device.type for one in tensors} <= {"cuda"}, func
+        return out
+
+
 @pytest.mark.skipif(not fakes_a_gpu(), reason="this release of torch needs a driver")
+@pytest.mark.parametrize("entropy", ["config", "system"])
 @pytest.mark.parametrize(
     "name", slow_but(("clipping", "layers", "mixed layers", "second phase"), MECHANISMS)
 )
-def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, name):
+def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, name, entropy):
     """On tensors without data, which know their device and refuse to be read."""
     mechanism = MECHANISMS[name]
     monkeypatch.setattr("fedsim.training.graphs.CudaRecorder", lambda device: None)
-    monkeypatch.setattr(
-        "fedsim.mechanisms.releaser.normals",
-        lambda noise, sizes, device: torch.zeros(
-            len(noise), sum(sizes), dtype=torch.float64, device=device
-        ),
-    )
+    on_host = []
+
+    def zeros(noise, sizes, device):
+        on_host.append(sizes)
+        return torch.zeros(len(noise), sum(sizes), dtype=torch.float64, device=device)
+
+    monkeypatch.setattr(private_steps, "normals", zeros)
+    step = PrivateStepper.step_eagerly
+
+    def watched(*given):
+        with NoHost():
+            return step(*given)
+
+    monkeypatch.setattr(PrivateStepper, "step_eagerly", watched)
     own = make_data(SIZES).indices
     with FakeTensorMode(), torch.no_grad():
         with torch.device("cuda"):
@@ -360,9 +400,11 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         monkeypatch.setattr(model, "to", lambda device: model)
         # What is not there cannot be compared.
         monkeypatch.setattr(Probe, "fastest", lambda probe, ways: ways[0])
-        trainer = trainer_of(mechanism, model=model, data=clients, device="cuda")
+        source = Randomness(0 if entropy == "config" else None)
+        trainer = trainer_of(mechanism, model=model, data=clients, device="cuda", randomness=source)
+        trainer.stepper.captured_step = None
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
-        for _, clients in trainer.rounds.blocks(IDS, 1, [Randomness(0)] * len(IDS), len(IDS)):
+        for _, clients in trainer.rounds.blocks(IDS, 1, [source] * len(IDS), len(IDS)):
             n = len(clients)
             if not any(len(own[client]) for client in clients.client_ids):
                 continue
@@ -372,8 +414,135 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, name):
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},
                 CarriedState(np.ones(n, dtype=np.bool_), {}),
             )
-            found = (ended.theta, *steps.state.values())
-            assert {tensor.device.type for tensor in found} == {"cuda"}
+            assert ended.theta.device.type == "cuda"
+    assert bool(on_host) == (entropy == "system")
+
+
+def by_hooks(trained, hidden):
+    structure = trained.reading.structure
+    layers = product_layers(structure, trained.packing)
+    return HookMethod(structure.module, trained.packing, trained.reading.loss, layers)
+
+
+def by_vmap(trained, hidden):
+    state = OwnState(trained.model, trained.loss, trained.packing.slices)
+    return VmapMethod(trained.model, trained.packing, trained.loss, state)
+
+
+METHODS = {
+    "layered": (make_mlp, lambda trained, hidden: hidden),
+    "hooks": (make_cnn, by_hooks),
+    "vmap": (make_cnn, by_vmap),
+}
+# Blocks that grow and shrink and come back, of clients that end at different times.
+COHORTS = [[0, 1, 4], range(7), range(4)]
+
+
+def on_a_gpu(monkeypatch, mechanism, make, method, *, in_step, recorder, **settings):
+    """Rows of some rounds of steps made as on a GPU; None as a recorder: eagerly."""
+    exact = {"dtype": torch.float64}
+    shape = None if make is make_mlp else (1, 6, 6)
+    model = make_mlp(36, **exact) if make is make_mlp else make_cnn(**exact)
+    data = make_data(SIZES, features=36, shape=shape, **exact)
+    trainer = trainer_of(mechanism, model=model, data=data, state="client", **settings)
+    private = trainer.rounds.private
+    private = dataclasses.replace(
+        private, method=method(trainer.trained, private.method), draws_in_step=in_step
+    )
+    trainer.rounds.private = private
+    vector = pretend(trainer.initial())
+    with monkeypatch.context() as patch:
+        trainer = as_if_on_a_gpu(patch, trainer)
+        trainer.rounds.releases = None
+        zeros = torch.zeros
+        patch.setattr(torch, "zeros", lambda *size, **kind: pretend(zeros(*size, **kind)))
+        if recorder is not None:
+            trainer.stepper.captured_step = StepGraphs(private, recorder, 4)
+        found = rounds(trainer, vector, COHORTS)
+    return found, trainer
+
+
+@pytest.mark.spanning
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("way", METHODS)
+@EVERY
+def test_captured_private_steps_are_the_eager_ones_to_the_byte(
+    monkeypatch, mechanism, way, in_step
+):
+    make, method = METHODS[way]
+    if make is make_cnn and mechanism is MECHANISMS["mixed layers"]:
+        mechanism = PerLayer((("0.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))))
+    algorithm, tape = AdadpLR(lr=0.2, tol=1.0, discard=False), Tape()
+    how = {"in_step": in_step, "algorithm": algorithm, "steps": None, "epochs": 1}
+    eager, _ = on_a_gpu(monkeypatch, mechanism, make, method, recorder=None, **how)
+    replayed, trainer = on_a_gpu(monkeypatch, mechanism, make, method, recorder=tape, **how)
+    assert all(torch.isfinite(rows).all() for rows in eager)
+    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+    graphs = trainer.stepper.captured_step
+    assert graphs.can_capture
+    assert tape.recordings >= len(graphs.graphs) > 0
+
+
+@pytest.mark.parametrize("way", METHODS)
+def test_steps_of_a_whole_block_are_those_of_one_client_after_another(monkeypatch, way):
+    """Beside the CPU's way: rows of each client alone, without padding, from the same noise."""
+    make, method = METHODS[way]
+    found = []
+    for whole in (True, False):
+        with monkeypatch.context() as patch:
+            if not whole:
+                patch.setattr(PrivateStepper, "step_eagerly", one_by_one)
+            how = {"in_step": True, "recorder": None, "steps": 3}
+            found.append(on_a_gpu(patch, AdaClip(0.5), make, method, **how)[0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+step_of_a_block = PrivateStepper.step_eagerly
+
+
+def one_by_one(private, state, index, usable, at, counts=None, seeds=None):
+    drawn, own = usable.sum(2), []
+    for row in (slice(k, k + 1) for k in range(len(index))):
+        mine = {name: entry[row].as_subclass(torch.Tensor) for name, entry in state.items()}
+        chunks = int((drawn[row] > 0).sum())
+        inputs = (one[row, :chunks].as_subclass(torch.Tensor) for one in (index, usable))
+        step_of_a_block(private, mine, *inputs, at, drawn[row, :chunks].T.tolist())
+        own.append(mine)
+    state.clear()
+    state |= {name: pretend(torch.cat([mine[name] for mine in own])) for name in own[0]}
+    return torch.zeros(len(index), index[0].numel())
+
+
+def test_noise_drawn_in_the_step_is_a_clients_own_and_fresh_in_every_step(monkeypatch):
+    draws = []
+    real = private_steps.normals_at
+
+    def watched(key, counter, size, *, hardened):
+        drawn = real(key, counter, size, hardened=hardened)
+        draws.extend(tuple(row) for row in torch.cat([key, counter], 1).tolist())
+        return drawn
+
+    monkeypatch.setattr(private_steps, "normals_at", watched)
+    used = []
+    monkeypatch.setattr(Randomness, "address_observer", used.append)
+    make, method = METHODS["layered"]
+    how = {"in_step": True, "recorder": None, "steps": 3}
+    on_a_gpu(monkeypatch, Clipping(0.5), make, method, **how)
+    noise = [one for one in used if one.purpose.name == "NOISE"]
+    clients = sum(len([k for k in cohort if SIZES[k]]) for cohort in COHORTS)
+    assert len({*draws}) == len(draws) == len({*noise}) == len(noise) == 3 * clients
+    steps = {(words[2] & 2**48 - 1, words[3], words[4]) for words in draws}
+    assert steps == {(one.part, one.round, one.client) for one in noise}
+
+
+def test_the_padding_of_a_step_is_an_example_of_the_clients_own():
+    trainer = trainer_of(Clipping(0.5), steps=9)
+    for _, clients in trainer.rounds.blocks(IDS, 1, [Randomness(0)] * len(IDS), len(IDS)):
+        if len(trainer.data.indices[clients.client_ids[0]]):
+            index = trainer.rounds._loop(clients).batches.index
+            for client, own in zip(clients.client_ids, index, strict=True):
+                assert {*own.flatten().tolist()} <= {*trainer.data.indices[client].tolist()}
 
 
 def test_noise_for_a_block_is_what_each_client_draws_alone():

@@ -206,11 +206,11 @@ def test_the_fastest_way_that_is_true_is_taken_and_all_give_the_clients_own_grad
     torch.manual_seed(3)
     with caplog.at_level(logging.WARNING, "fedsim"):
         trainer = private(make())
-    assert trainer.rounds.method.name == way
+    assert trainer.rounds.private.method.name == way
     assert len([r for r in caplog.records if "one by one" in r.message]) == (way == "one by one")
     theta = trainer.packing.pack(trainer.initial()[None])
     x, y = trainer.data.x[None, :6], trainer.data.y[None, :6]
-    (examples,) = trainer.rounds.method.rows(theta, x, y, [6], None)
+    (examples,) = trainer.rounds.private.method.rows(theta, x, y, [6], None)
     model = trainer.model
     for j in range(6):
         loss = CrossEntropy()(model(x[0, j : j + 1]), y[0, j : j + 1]).sum()
@@ -225,19 +225,19 @@ def test_the_fastest_way_that_is_true_is_taken_and_all_give_the_clients_own_grad
 @pytest.mark.parametrize("tokens", [3, 5, 6])
 def test_what_lies_in_dimension_0_of_a_layer_must_be_the_example(tokens):
     trainer = private(Positional(tokens), features=60)
-    assert trainer.rounds.method.name == "vmapped"
+    assert trainer.rounds.private.method.name == "vmapped"
 
 
 def test_opacus_dropout_within_a_recurrent_layer_is_not_torchs_and_is_not_taken():
     trainer = private(Tokens(nn.GRU(4, 4, 2, dropout=0.5, batch_first=True)))
-    assert trainer.rounds.method.name == "one by one"
+    assert trainer.rounds.private.method.name == "one by one"
 
 
 def test_frozen_parts_of_a_recurrent_model_have_no_gradient():
     model = Tokens(nn.GRU(4, 4, batch_first=True))
     model.layer.weight_ih_l0.requires_grad_(False)
     trainer = private(model)
-    assert trainer.rounds.method.name == "unrolled"
+    assert trainer.rounds.private.method.name == "unrolled"
     assert "layer.weight_ih_l0" not in [entry.name for entry in trainer.layout.entries]
 
 
@@ -245,8 +245,10 @@ def test_only_recurrent_layers_need_opacus(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "opacus"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opacus", None)  # importing it raises
-    assert private(Tokens(transformer(True))).rounds.method.name == "vmapped"
-    assert private(Tokens(nn.GRU(4, 4, batch_first=True))).rounds.method.name == "one by one"
+    assert private(Tokens(transformer(True))).rounds.private.method.name == "vmapped"
+    assert (
+        private(Tokens(nn.GRU(4, 4, batch_first=True))).rounds.private.method.name == "one by one"
+    )
 
 
 def test_no_example_moves_the_sum_by_more_than_c_in_any_model_that_is_taken():
@@ -255,7 +257,7 @@ def test_no_example_moves_the_sum_by_more_than_c_in_any_model_that_is_taken():
         trainer = private(make())
         theta = trainer.packing.pack(trainer.initial()[None])
         x, y = trainer.data.x[None, :6] * 50, trainer.data.y[None, :6]
-        (examples,) = trainer.rounds.method.rows(theta, x, y, [6], None)
+        (examples,) = trainer.rounds.private.method.rows(theta, x, y, [6], None)
         dense = examples.rows.dense()[0].double()
         norms = torch.linalg.vector_norm(dense, dim=1)
         torch.testing.assert_close(examples.rows.norms()[0], norms, rtol=1e-4, atol=1e-6)
@@ -295,11 +297,11 @@ def test_without_example_level_privacy_examples_may_be_mixed():
 
 def test_convolutions_and_tokens_are_probed_too():
     images = make_data(SIZES, features=36, shape=(1, 6, 6))
-    assert private(make_cnn(), data=images).rounds.method.name == "layered"
+    assert private(make_cnn(), data=images).rounds.private.method.name == "layered"
     tokens = make_data(SIZES, features=12)
     tokens = type(tokens)(torch.randint(7, (21, 5)), tokens.y, tokens.indices)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, 3))
-    assert private(model, data=tokens).rounds.method.name == "vmapped"
+    assert private(model, data=tokens).rounds.private.method.name == "vmapped"
 
 
 class Logarithm(Wrapped):
@@ -332,7 +334,7 @@ def test_whole_numbers_that_a_model_does_not_take_are_tried_from_one_on():
     data = make_data(SIZES, features=12)
     data = type(data)(torch.randint(1, 7, (21, 5)), data.y, data.indices)
     # Its forward branches on values: nothing can be read.
-    assert private(Lengths(), data=data).rounds.method.name == "one by one"
+    assert private(Lengths(), data=data).rounds.private.method.name == "one by one"
 
 
 def test_a_model_that_cannot_be_tried_is_refused_with_its_error():

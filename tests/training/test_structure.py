@@ -226,7 +226,7 @@ def test_rows_are_those_of_examples_alone_whatever_stands_beside_them(name, spoi
     make, loss = HIDDEN[name]
     model = make()
     trainer = private(model, loss)
-    way = trainer.rounds.method
+    way = trainer.rounds.private.method
     assert way.evidence == "one at a time: user code"
     x, y = trainer.data.x.clone(), trainer.data.y
     if spoilt is not None:
@@ -295,10 +295,10 @@ def test_each_example_begins_from_the_same_buffers_and_attributes():
     trainer = private(Remembers())
     theta = trainer.packing.pack(trainer.initial()[None])
     x, y = trainer.data.x, trainer.data.y
-    (plain,) = trainer.rounds.method.rows(theta, x[None], y[None], [len(x)], None)
+    (plain,) = trainer.rounds.private.method.rows(theta, x[None], y[None], [len(x)], None)
     spoilt = x.clone()
     spoilt[3] = 1e3
-    (examples,) = trainer.rounds.method.rows(theta, spoilt[None], y[None], [len(x)], None)
+    (examples,) = trainer.rounds.private.method.rows(theta, spoilt[None], y[None], [len(x)], None)
     assert torch.equal(examples.rows.dense()[0, 4:], plain.rows.dense()[0, 4:])
     assert trainer.model.last == 0.0
     assert trainer.model.seen == []
@@ -319,7 +319,7 @@ def test_a_model_that_takes_no_example_alone_is_refused_with_its_error():
 
 def test_a_private_run_of_a_model_that_is_read_says_by_structure():
     trainer = private(make_mlp())
-    assert trainer.rounds.method.evidence == "by structure"
+    assert trainer.rounds.private.method.evidence == "by structure"
     (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
     assert torch.isfinite(block.rows).all()
 
@@ -590,7 +590,7 @@ def by_sparse_rows(y, m):
 )
 def test_examples_leave_nothing_to_each_other_in_tensors_outside_the_model(after):
     trainer = private(Own(after))
-    method = trainer.rounds.method
+    method = trainer.rounds.private.method
     assert method.evidence == "one at a time: user code"
     theta = trainer.packing.pack(trainer.initial()[None])
     x, y = trainer.data.x, trainer.data.y

@@ -237,9 +237,7 @@ class ServerSum:
             decoded = map(Reply, messages.blocks(total))
             # While workers train, this process only waits, so that it can draw the noise. The noise
             # is not used before the ledger line is on disk.
-            self._prefetched_noise = prefetched(
-                self._noise_source(), self.releaser.draw_sizes(total)
-            )
+            self._prefetched_noise = prefetched(self._noise_source(), self.releaser.draw_sizes)
         for reply in decoded:
             block = self.tally.accept(reply.block)
             if len(block.client_ids):

@@ -21,7 +21,7 @@ from fedsim.array_types import Ints
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import described
 from fedsim.federation.exchange import Instructions, Replies
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import DrawLevel, Purpose, Randomness
 from fedsim.rows.block import Block
 from fedsim.runs.data_split import client_data
 from fedsim.runs.factories import algorithm, seed_or_none
@@ -73,10 +73,10 @@ class _OffsetRandomness(Randomness):
 
     offset: int = 0
 
-    def generators(
-        self, purpose: Purpose, *, client: int = 0, **address: Any
-    ) -> Iterator[np.random.Generator]:
-        return super().generators(purpose, client=client - self.offset, **address)
+    def _start(
+        self, purpose: Purpose, level: DrawLevel, round: int, client: int, parts: range
+    ) -> tuple[Any, ...]:
+        return super()._start(purpose, level, round, client - self.offset, parts)
 
 
 class _SharedTrainer:

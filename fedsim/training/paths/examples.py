@@ -80,6 +80,15 @@ class GradientMethod(ABC):
     name: ClassVar[str]
     evidence: ClassVar[str]
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether `block_rows` exists, which launches the same operations for any values."""
+        return False
+
+    def block_rows(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """Rows ``[n, B, d]`` and losses ``[n, B]`` of clients at ``theta [n, D]``, for a GPU."""
+        raise NotImplementedError
+
     @abstractmethod
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows ``[1, B, d]`` and losses ``[B]`` of one client's ``x``, ``y`` at ``theta [D]``."""
@@ -92,7 +101,7 @@ class GradientMethod(ABC):
         counts: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> Iterator[ExampleBlock]:
-        """Per-example gradients of a block's clients; here one client after another.
+        """Per-example gradients of a block's clients: on a GPU at once, if the method can.
 
         Parameters
         ----------
@@ -104,6 +113,10 @@ class GradientMethod(ABC):
         seeds : sequence of n ints, optional
             Seeds of the model's own random draws for each client, if it makes any.
         """
+        if theta.is_cuda and self.takes_blocks and seeds is None:
+            rows, losses = self.block_rows(theta, x, y)
+            yield ExampleBlock(slice(None), counts, rows, losses)
+            return
         for k, count in enumerate(counts):
             if count:
                 # Copies, at aligned addresses: bits must not depend on a row's position.
@@ -126,16 +139,30 @@ class VmapMethod(GradientMethod):
     name = "vmapped"
     evidence = ONE_AT_A_TIME
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether nothing need be restored after a call, which would read it."""
+        return self.state.stateless
+
+    def block_rows(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """Rows and losses of a block's clients, for a GPU."""
+        gradients, losses = vmap(self._of_examples)(self.packing.named(theta), x, y)
+        parts = [gradients[e.name].flatten(2) for e in self.packing.layout.entries]
+        return DenseRows(torch.cat(parts, dim=2)), losses
+
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
-        of_examples: Any = vmap(
-            grad(self._example_loss, has_aux=True), in_dims=(None, 0, 0), randomness="different"
-        )
         with self.state.restored():
-            gradients, losses = of_examples(named, x, y)
+            gradients, losses = self._of_examples(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
         return DenseRows(torch.cat(parts, dim=1)[None]), losses
+
+    @property
+    def _of_examples(self) -> Any:  # not cached: it cannot be pickled
+        return vmap(
+            grad(self._example_loss, has_aux=True), in_dims=(None, 0, 0), randomness="different"
+        )
 
     def _example_loss(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         outputs = call_with(self.model, named, x.unsqueeze(0))

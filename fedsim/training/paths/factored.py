@@ -19,15 +19,16 @@ is a sum of two products, whose norm does not follow from theirs (`product_layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
 from fedsim.models.parameters import call_with
 from fedsim.rows import LinearPart, OuterRows
@@ -193,9 +194,14 @@ class ProgramMethod(GradientMethod):
     name = "layered"
     evidence = BY_STRUCTURE
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether the layers are dense: convolutions go one client at a time."""
+        return not self.program.convolutions
+
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
-        rows, losses = self._block_rows(theta[None], x[None], y[None])
+        rows, losses = self.block_rows(theta[None], x[None], y[None])
         return rows, losses[0]
 
     def rows(
@@ -214,16 +220,17 @@ class ProgramMethod(GradientMethod):
         if not all(counts):
             clients = torch.tensor([k for k, c in enumerate(counts) if c], device=theta.device)
             theta, x, y = theta[clients], x[clients], y[clients]
-        rows, losses = self._block_rows(theta, x, y)
+        rows, losses = self.block_rows(theta, x, y)
         counts = [count for count in counts if count]
         # Leaving out examples of weight zero does not change the bits of the products.
         b = x.shape[1] if x.is_cuda else max(counts)
         yield ExampleBlock(clients, counts, rows[:, :b], losses[:, :b])
 
-    def _block_rows(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[OuterRows, Tensor]:
+    def block_rows(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[OuterRows, Tensor]:
+        """Rows and losses of several clients, if `takes_blocks`, or of one."""
         losses = prepare_losses(self.program.loss, y, theta.new_ones(x.shape[:2]))
         convolved, dense = self.program.example_factors(theta, x, losses)
-        parts: list[LinearPart] = [_convolved_part(*factor) for factor in convolved]
+        parts: list[LinearPart] = [_convolved_part(m, x[None], d[None]) for m, x, d in convolved]
         parts += [LinearPart(f.x, f.delta, f.bias is not None) for f in dense]
         return OuterRows(tuple(parts)), losses.values()
 
@@ -238,56 +245,114 @@ class HookMethod(GradientMethod):
     """
 
     layers: Sequence[tuple[str, nn.Module]]
+    _shapes: dict[torch.Size, list[torch.Size]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     name = "factored"
     evidence = BY_STRUCTURE
+    takes_blocks = True
 
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
-        layer_calls: dict[str, tuple[Tensor, Tensor]] = {}
+        if theta.is_cuda:  # as in a block of one
+            rows, block_losses = self.block_rows(theta[None], x[None], y[None])
+            return rows, block_losses[0]
+        calls: dict[str, tuple[Tensor, Tensor]] = {}
         # With channels last, windows are gathered in runs of channels.
-        if x.dim() == 4 and not x.is_cuda and takes_channels_last(self.model.modules()):
+        if x.dim() == 4 and takes_channels_last(self.model.modules()):
             x = channels_last(x)
         # They need gradients only so that autograd records the layers' outputs: the backward pass
         # ends at these, and no gradient of a parameter is computed.
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
-        with torch.enable_grad(), self._hooked(layer_calls):
+
+        def note(name: str, inputs: Tensor, output: Tensor) -> Tensor:
+            calls[name] = inputs, output
+            return output
+
+        with torch.enable_grad(), self._hooked(note):
             losses = self.loss(call_with(self.model, leaves, x), y)
-            calls = [layer_calls[name] for name, _ in self.layers]
-            deltas = torch.autograd.grad(losses.sum(), [output for _, output in calls])
+            own = [calls[name] for name, _ in self.layers]
+            deltas = torch.autograd.grad(losses.sum(), [output for _, output in own])
         parts = [
-            _part(module, inputs.detach(), delta)
-            for (_, module), (inputs, _), delta in zip(self.layers, calls, deltas, strict=True)
+            _part(module, inputs.detach()[None], delta[None])
+            for (_, module), (inputs, _), delta in zip(self.layers, own, deltas, strict=True)
         ]
         return OuterRows(tuple(parts)), losses.detach()
 
+    def block_rows(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """Rows and losses of a block's clients, vectorised over them.
+
+        What is differentiated are zeros that are added to the layers' outputs.
+        """
+        zeros = [
+            torch.zeros(len(x), *shape, dtype=theta.dtype, device=theta.device)
+            for shape in self._output_shapes(theta, x)
+        ]
+        of_clients: Any = vmap(grad(self._summed_loss, has_aux=True))
+        deltas, (inputs, losses) = of_clients(zeros, self.packing.named(theta), x, y)
+        parts = [
+            _part(m, inputs[name], d) for (name, m), d in zip(self.layers, deltas, strict=True)
+        ]
+        return OuterRows(tuple(parts)), losses
+
+    def _summed_loss(
+        self, zeros: Sequence[Tensor], named: Mapping[str, Tensor], x: Tensor, y: Tensor
+    ) -> tuple[Tensor, tuple[dict[str, Tensor], Tensor]]:
+        calls: dict[str, Tensor] = {}
+        added = {name: zero for (name, _), zero in zip(self.layers, zeros, strict=True)}
+
+        def note(name: str, inputs: Tensor, output: Tensor) -> Tensor:
+            calls[name] = inputs
+            return output + added[name]
+
+        with self._hooked(note):
+            losses = self.loss(call_with(self.model, named, x), y)
+        return losses.sum(), (calls, losses)
+
+    def _output_shapes(self, theta: Tensor, x: Tensor) -> list[torch.Size]:
+        """Shapes of the layers' outputs for one client's batch; found once for each shape of it."""
+        if x.shape[1:] not in self._shapes:
+            shapes: dict[str, torch.Size] = {}
+
+            def note(name: str, _: Tensor, output: Tensor) -> Tensor:
+                shapes[name] = output.shape
+                return output
+
+            with self._hooked(note):
+                call_with(self.model, self.packing.named(theta[0]), x[0])
+            self._shapes[x.shape[1:]] = [shapes[name] for name, _ in self.layers]
+        return self._shapes[x.shape[1:]]
+
     @contextmanager
-    def _hooked(self, layer_calls: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Note in ``layer_calls`` the input and the output of each of the layers, by its name."""
+    def _hooked(self, note: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
+        """Put ``note(name, inputs, output)`` in the place of the output of each of the layers."""
         with ExitStack() as hooks:
             for name, module in self.layers:
 
-                def note(_: nn.Module, inputs: Any, output: Tensor, name: str = name) -> None:
-                    layer_calls[name] = inputs[0], output
+                def hook(_: nn.Module, inputs: Any, output: Tensor, name: str = name) -> Tensor:
+                    return note(name, inputs[0], output)
 
-                hooks.enter_context(module.register_forward_hook(note))
+                hooks.enter_context(module.register_forward_hook(hook))
             yield
 
 
 def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
+    """Rows of a layer of ``n`` clients, from its inputs and its outputs' gradients."""
+    bias = module.bias is not None and bool(module.bias.requires_grad)
     if isinstance(module, nn.Conv2d):
         return _convolved_part(module, x, delta)
-    bias = module.bias is not None and bool(module.bias.requires_grad)
-    if x.dim() == 2:
-        return LinearPart(x[None], delta[None], bias)
-    return PositionsPart(x.flatten(1, -2)[None], delta.flatten(1, -2)[None], bias)
+    if x.dim() == 3:
+        return LinearPart(x, delta, bias)
+    return PositionsPart(x.flatten(2, -2), delta.flatten(2, -2), bias)
 
 
 def _convolved_part(module: nn.Conv2d, x: Tensor, delta: Tensor) -> PositionsPart:
     bias = module.bias is not None and module.bias.requires_grad
     kernel = (module.in_channels, *module.kernel_size)
-    windows, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
-    return PositionsPart(windows, delta, bias, kernel)
+    windows = _windows(x.flatten(0, 1), module)
+    windows = windows.view(*x.shape[:2], *windows.shape[1:])
+    return PositionsPart(windows, delta.flatten(3).transpose(2, 3), bias, kernel)
 
 
 def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:

@@ -23,8 +23,9 @@ since torch's generator serves one client at a time (`fedsim.training.side_effec
 gradients, for example-level privacy, have methods of their own (`fedsim.training.paths.examples`).
 
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
-here. Exceptions are convolutions on the layered path, an algorithm that does not say which of its
-steps are the same (`LocalAlgorithm.phase`), and example-level privacy. Eager: kernel by kernel.
+here, and so is a private step (`fedsim.training.private_steps`). Exceptions are convolutions on the
+layered path, per-example gradients one client at a time, and an algorithm that does not say which
+of its steps are the same (`LocalAlgorithm.phase`). Eager: kernel by kernel.
 """
 
 from __future__ import annotations

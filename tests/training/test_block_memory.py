@@ -1,0 +1,115 @@
+"""The memory of a block, predicted on tensors without data."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data
+from cuda_helpers import ALGORITHMS, needs_a_fake_gpu
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fedsim.clients import SGD, AdadpLR
+from fedsim.mechanisms import AdaClip, Clipping
+from fedsim.randomness import Randomness
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training.block_memory import LiveBytes, block_bytes, clients_within
+from fedsim.training.probe import Probe
+
+WIDTH = 6
+FEATURES, HIDDEN = 64, 512
+ROW = 4 * (FEATURES * HIDDEN + HIDDEN + HIDDEN * 10 + 10)
+
+
+def test_live_bytes_are_of_tensors_that_exist_at_once():
+    with LiveBytes() as live:
+        first = torch.zeros(100)
+        view = first[:10]
+        del first
+        second = torch.zeros(50)
+        del view
+        third = torch.zeros(60)
+    assert len(second) + len(third) == 110
+    assert live.peak == 600
+
+
+def trainer_without_data(monkeypatch, algorithm, privacy=None, *, batch_size=WIDTH, model=None):
+    """A trainer on a GPU that is not there; within `FakeTensorMode`."""
+    monkeypatch.setattr("fedsim.training.graphs.CudaRecorder", lambda device: None)
+    with torch.device("cuda"):
+        model = model or nn.Sequential(
+            nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
+        )
+        x, y = torch.empty(400, FEATURES), torch.zeros(400, dtype=torch.int64)
+        clients = ClientData(x, y, make_data([10] * 40).indices)
+    monkeypatch.setattr(model, "to", lambda device: model)
+    monkeypatch.setattr(Probe, "fastest", lambda probe, ways: ways[0])
+    return Trainer(
+        model, algorithm, clients, batch_size=batch_size, randomness=Randomness(0), device="cuda",
+        privacy=privacy,
+    )  # fmt: skip
+
+
+@needs_a_fake_gpu
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adadp"])
+def test_a_block_takes_its_state_twice_and_a_steps_temporaries(monkeypatch, name):
+    with FakeTensorMode(), torch.no_grad():
+        trainer = trainer_without_data(monkeypatch, ALGORITHMS[name])
+        taken = [block_bytes(trainer.stepper, None, n, WIDTH) for n in (4, 8, 16)]
+    a_client = (taken[2] - taken[1]) / 8
+    assert taken[1] - taken[0] == pytest.approx(4 * a_client, rel=0.01)
+    # Parameters twice, and as often each entry of the state that is as large.
+    rows = {"sgd": 2, "momentum": 4, "adam": 6, "adadp": 4}[name]
+    assert rows * ROW <= a_client <= (rows + 5) * ROW
+
+
+@needs_a_fake_gpu
+@pytest.mark.parametrize("mechanism", [Clipping(0.5), AdaClip(0.5)])
+def test_a_private_block_takes_its_sums_and_noise_too(monkeypatch, mechanism):
+    with FakeTensorMode(), torch.no_grad():
+        privacy = ExamplePrivacy(mechanism, 1.0, chunk=WIDTH)
+        trainer = trainer_without_data(monkeypatch, AdadpLR(lr=0.1), privacy)
+        private = trainer.rounds.private
+        taken = [block_bytes(trainer.stepper, private, n, WIDTH) for n in (4, 8)]
+    a_client = (taken[1] - taken[0]) / 4
+    # ADADP's rows in float32; draws, the sum and the mean in float64.
+    assert (4 + 2 * 3) * ROW <= a_client <= 60 * ROW
+
+
+@needs_a_fake_gpu
+def test_a_block_that_is_too_large_is_made_smaller_with_a_line(monkeypatch, caplog):
+    with FakeTensorMode(), torch.no_grad():
+        trainer = trainer_without_data(monkeypatch, SGD(lr=0.1))
+        graphs = trainer.stepper.captured_step
+        assert graphs.block_size == 40
+        data = trainer.data.x.nbytes + trainer.data.y.nbytes
+        trainer.limit_memory(data + block_bytes(trainer.stepper, None, 40, WIDTH))
+        assert trainer.stepper.captured_step is graphs
+        enough = block_bytes(trainer.stepper, None, 13, WIDTH)
+        with caplog.at_level(logging.WARNING):
+            trainer.limit_memory(data + enough)
+        assert trainer.block_size == trainer.stepper.captured_step.block_size == 13
+        assert "client.block-size is 13: 40 clients at once" in caplog.text
+        assert clients_within(1, trainer.stepper, None, 13, WIDTH) == 1
+        # The number of a client's examples is nobody's to know.
+        whole = trainer_without_data(monkeypatch, SGD(lr=0.1), batch_size=0)
+        before = whole.block_size
+        whole.limit_memory(data + 1)
+        assert whole.block_size == before
+
+
+class Looks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1 if x.sum() > 0 else 2)
+
+
+def test_steps_that_cannot_be_tried_leave_the_block_as_it_is(monkeypatch):
+    trainer = Trainer(
+        nn.Sequential(Looks(4, 3)), SGD(), make_data([5, 5], features=4), batch_size=3,
+        randomness=Randomness(0),
+    )  # fmt: skip
+    assert clients_within(1, trainer.stepper, None, 7, 3) == 7
+    assert np.isfinite(trainer.initial().numpy()).all()
