@@ -227,6 +227,9 @@ class ClientSection(ObjectTable, table="client"):
     kernel: Literal["auto", "eager", "compiled"] = "auto"
     """What the path 'layered' computes with on a CPU: torch's operations, or C kernels that are
     compiled at their first use. Both agree up to rounding."""
+    matmul: Literal["float32", "tf32"] = "float32"
+    """How a GPU multiplies float32 numbers in local steps: in full, or faster with factors rounded
+    to TF32. Bounds, sums and noise are as exact with either."""
     block_size: Annotated[int, OUTSIDE_RELEASE, Ge(0)] = 0
     """How many clients are trained at a time; 0 to choose. It changes no result on a CPU, and only
     the last bits on a GPU."""
@@ -374,7 +377,8 @@ class EngineSection(ConfigTable, table="engine"):
     cpus_per_worker: Annotated[float, WithNames(("ray", "simulation")), Gt(0)] = 1.0
     """CPU cores that Ray reserves for a worker or client."""
     gpus_per_worker: Annotated[float, WithNames(("ray", "simulation")), Ge(0)] = 0.0
-    """GPUs, or the share of one, that Ray reserves for a worker or client."""
+    """GPUs, or the share of one, that Ray reserves for a worker or client; 0 for none, or, with
+    'ray' where engine.device is a GPU, for one each."""
     federation: Annotated[str, WithNames(("deployment",)), NamesPath("operator")] = ""
     """The folder of a running federation; empty to start one on this machine for this run."""
     timeout: Annotated[float, Gt(0), Le(1e8)] = 3600.0

@@ -167,6 +167,8 @@ class BlockTrainer(Protocol):
         Number of clients; their ids are 0 .. population - 1.
     device : torch.device
         Device on which it trains.
+    whole_block : int
+        Number of clients for which a step is computed in any case, however few there are.
     """
 
     if TYPE_CHECKING:  # at run time, a dataclass would take the property for its field's default
@@ -176,6 +178,7 @@ class BlockTrainer(Protocol):
             """Number of clients."""
 
     device: torch.device = torch.device("cpu")
+    whole_block: int = 1
 
     @abstractmethod
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:

@@ -198,6 +198,12 @@ def make_trainer(
         Directory of the clients' state.
     """
     client, work = config.client, config.client.make_work()
+    # Ray's workers, virtual clients and nodes may have GPUs that this process has not.
+    if client.matmul == "tf32" and device.type != "cuda" and config.engine.name == "local":
+        raise FedsimError(
+            "client.matmul = 'tf32', but clients train on a CPU (engine.device); it must be "
+            "'float32' there."
+        )
     all_clients = data.population == config.partition.clients
     # Outputs of frozen first layers never change, so they are computed once for each example.
     tail, inputs = split_frozen_stem(model, data)
@@ -223,6 +229,7 @@ def make_trainer(
         metrics=metrics(config),
         path=client.path,
         kernel="auto" if optional_kernel else client.kernel,
+        matmul=client.matmul,
         block_size=client.block_size or _cohort_block(config, model, data, device),
         # With system entropy this is `Randomness(None)`: the public seed determines no draw.
         randomness=Randomness(seed_or_none(config)),
@@ -252,10 +259,16 @@ def _cohort_block(
     """
     if device.type != "cuda":
         return 0
-    expected_size = plan.cohort(config).expected_size
+    engine, expected_size = config.engine, plan.cohort(config).expected_size
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     cohort_limit = math.ceil(expected_size + 3 * math.sqrt(expected_size))
-    return min(cohort_limit, max(1, data.population), most_rows(device, size))
+    # A block for each of Ray's workers: each of its steps is computed for a whole block.
+    workers = 1
+    if engine.name == "ray":
+        gpus = torch.cuda.device_count() / (engine.gpus_per_worker or 1.0)
+        workers = engine.workers or max(1, int(gpus))
+    clients = min(cohort_limit, max(1, data.population))
+    return min(-(-clients // workers), most_rows(device, size))
 
 
 def seed_or_none(config: RunConfig) -> int | None:

@@ -477,7 +477,8 @@ class SavedRun:
         """
         files = path_keys(self.config, "training")
         unset = dict.fromkeys([*files, "model.weights-for", "objects"], "")
-        return self.config.replace(**unset, **{"engine.device": "cpu", "client.kernel": "auto"})
+        on_cpu = {"engine.device": "cpu", "client.kernel": "auto", "client.matmul": "float32"}
+        return self.config.replace(**unset, **on_cpu)
 
     @cached_property
     def _dataset(self) -> Dataset:

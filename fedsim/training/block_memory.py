@@ -91,7 +91,8 @@ def block_bytes(stepper: Stepper, private: PrivateStepper | None, clients: int, 
             else:
                 private.try_step(state, index, step)
         captured = 0 if stepper.captured_step is None else _bytes(state)
-    return live.peak + captured
+    peak: int = live.peak
+    return peak + captured
 
 
 def _bytes(state: State) -> int:

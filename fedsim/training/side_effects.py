@@ -264,8 +264,8 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def reproducible_arithmetic(device: torch.device) -> Iterator[None]:
-    """Full precision and the same bits every time, if ``device`` is a GPU.
+def reproducible_arithmetic(device: torch.device, *, tf32: bool = False) -> Iterator[None]:
+    """The same bits every time, in full precision unless ``tf32``, if ``device`` is a GPU.
 
     By default a GPU rounds the factors of a convolution's products to ten bits (TF32), and may sum
     them in any order: cuDNN depending on the algorithm it picks, cuBLAS on the workspace it finds
@@ -278,9 +278,9 @@ def reproducible_arithmetic(device: torch.device) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     products, allowed_tf32 = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
     with torch.backends.cudnn.flags(
-        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32
     ):
-        products.allow_tf32 = False
+        products.allow_tf32 = tf32
         try:
             yield
         finally:

@@ -72,6 +72,8 @@ class Stepper:
     captured_step : callable, optional
         Does what `step_eagerly` does by CUDA graphs: `fedsim.training.graphs.StepGraphs`. Of
         clients with example-level privacy it makes the private step.
+    tf32 : bool
+        Whether a GPU rounds the factors of float32 products to ten bits of mantissa.
     """
 
     path: Path
@@ -82,6 +84,7 @@ class Stepper:
     max_norm: float = 0.0
     statistics: Tensor | None = None
     captured_step: Callable[[State, Tensor, Tensor, Step], Tensor] | None = None
+    tf32: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -228,7 +231,7 @@ class StepLoop:
         state = self.init_state(start.clone(), numbers, carried)
         active = len(steps)
         groups: list[StepLoopResult] = []
-        with reproducible_arithmetic(self.stepper.device):
+        with reproducible_arithmetic(self.stepper.device, tf32=self.stepper.tf32):
             for index in range(int(steps[0])):
                 remaining = int((steps > index).sum())
                 if remaining < active:

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -79,6 +79,8 @@ class Trainer:
     path : "auto", "layered", "func" or "plain"
     kernel : "auto", "eager" or "compiled"
         Executor of the layered path; they agree up to rounding.
+    matmul : "float32" or "tf32"
+        How a GPU multiplies float32 numbers in local steps; a CPU always does in float32.
     block_size : int
         Most clients trained at once; 0 for the rule's. On a GPU last bits depend on it, and every
         step is computed for that many clients: about a cohort's size is best there.
@@ -129,6 +131,7 @@ class Trainer:
         test: ClientData | None = None,
         path: path_choice.PathName = "auto",
         kernel: path_choice.KernelName = "auto",
+        matmul: Literal["float32", "tf32"] = "float32",
         block_size: int = 0,
         randomness: Randomness,
         device: torch.device | str = "cpu",
@@ -171,6 +174,7 @@ class Trainer:
         self.layout = self.personal.shared.layout
         self.payload = Payload.for_algorithm(self.personal.shared, algorithm)
         self.kernel = path_choice.resolve_kernel(kernel, self.device)
+        self.matmul = matmul
         self.block_size = path_choice.max_block_clients(
             self.model, self.packing, self.device, block_size
         )
@@ -199,6 +203,7 @@ class Trainer:
             self.client_state.entries,
             self.max_grad_norm,
             positions_of(packing, statistics, self.device) if statistics else None,
+            tf32=self.matmul == "tf32",
         )
         rounds = LocalRounds(
             trained,
@@ -209,8 +214,15 @@ class Trainer:
             self.privacy,
             self.randomness.entropy,
         )
-        stepper.captured_step = captured_steps(rounds.private or stepper, self.block_size)
+        self._capture(rounds)
         return rounds
+
+    def _capture(self, rounds: LocalRounds) -> None:
+        """Set up captured steps, where there are any."""
+        captured = captured_steps(rounds.private or rounds.stepper, self.block_size)
+        rounds.stepper.captured_step = captured
+        self.whole_block = 1 if captured is None else self.block_size
+        """Number of clients for which a step is computed in any case, however few there are."""
 
     def limit_memory(self, memory: int) -> None:
         """Make blocks smaller, until the steps of one are predicted to take at most so many bytes.
@@ -231,7 +243,7 @@ class Trainer:
                 fits, most, free / 2**30,
             )  # fmt: skip
             self.block_size = fits
-            self.stepper.captured_step = captured_steps(rounds.private or self.stepper, fits)
+            self._capture(rounds)
 
     @property
     def population(self) -> int:
@@ -321,6 +333,7 @@ class Trainer:
             "randomness",
             "device",
             "kernel",
+            "matmul",
             "privacy",
             "max_grad_norm",
             "block_size",  # one for all devices of a run, not the rule's for each

@@ -12,6 +12,7 @@ import fedsim
 from fedsim import RunConfig, mechanisms, registry
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm, Proximal
 from fedsim.config.privacy_sections import MechanismSection
+from fedsim.config.release_keys import release_digest
 from fedsim.config.sections import (
     ClientSection,
     CohortSection,
@@ -282,3 +283,14 @@ def test_a_block_on_a_gpu_holds_a_cohort() -> None:
     assert block("cuda", nn.Linear(2, 2), few) == 3
     assert block("cuda", nn.Linear(8192, 8192, bias=False), clients) == 8  # 2 GiB
     assert block("cpu", nn.Linear(2, 2), clients) == 0
+    # A block for each of several GPUs.
+    large = large.replace(**{"engine.name": "ray", "engine.workers": 3})
+    assert block("cuda", nn.Linear(2, 2), clients) == 24
+
+
+def test_tf32_needs_a_gpu_and_is_another_run() -> None:
+    config = RunConfig.from_overrides(["data.train=:400", "engine.device=cpu"])
+    fast = config.replace(**{"client.matmul": "tf32"})
+    assert release_digest(fast) != release_digest(config)
+    with pytest.raises(FedsimError, match=r"client\.matmul = 'tf32', but clients train on a CPU"):
+        resolve(fast)

@@ -162,8 +162,25 @@ def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():
     with reproducible_arithmetic(torch.device("cuda")):
         assert (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark) == (False, True, False)
         assert not products.allow_tf32
+    with reproducible_arithmetic(torch.device("cuda"), tf32=True):
+        assert (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark) == (True, True, False)
+        assert products.allow_tf32
     after = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, products.allow_tf32)
     assert after == before
+
+
+@pytest.mark.parametrize("matmul", ["float32", "tf32"])
+def test_only_local_steps_multiply_as_declared_and_copies_do_too(monkeypatch, matmul):
+    declared = []
+    monkeypatch.setattr(
+        "fedsim.training.steps.reproducible_arithmetic",
+        lambda device, tf32: declared.append(tf32) or reproducible_arithmetic(device, tf32=tf32),
+    )
+    trainer = make_trainer(make_mlp(), SGD(), make_data([5, 5]), "layered", matmul=matmul)
+    for each in (trainer, trainer.copy_for("cpu")):
+        next(each.train(trainer.initial(), np.arange(2), 1))
+        next(each.evaluate(trainer.initial(), np.arange(2), 1))
+    assert declared == [matmul == "tf32"] * 2
 
 
 def test_a_frozen_stem_is_gone_through_as_exactly_as_the_rest(monkeypatch):

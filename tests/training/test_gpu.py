@@ -13,11 +13,12 @@ from release_helpers import plan_of
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR
+from fedsim.kernels import device_normals
 from fedsim.mechanisms import AdaClip, Clipping, NoiseSource, NoPrivacy, Releaser
 from fedsim.privacy import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
-from fedsim.training import ClientData, Trainer
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
 from fedsim.training.graphs import StepGraphs
 
 pytestmark = [
@@ -205,3 +206,36 @@ def test_rows_of_a_gpu_are_bounded_and_summed_as_on_the_cpu(mechanism):
         release = releaser.release(total, NoiseSource(np.random.default_rng(0)))
         means.append(release.mean.cpu())
     torch.testing.assert_close(*means, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("hardened", [False, True])
+def test_noise_on_a_gpu_is_fused_and_the_bytes_of_a_cpu(hardened):
+    generator = torch.Generator().manual_seed(0)
+    key, counter = (torch.randint(-(2**62), 2**62, (5, k), generator=generator) for k in (2, 3))
+    on_cpu = device_normals.normals_at(key, counter, 10_000, hardened=hardened)
+    on_gpu = device_normals.normals_at(key.cuda(), counter.cuda(), 10_000, hardened=hardened)
+    assert torch.equal(on_gpu.cpu(), on_cpu)
+    assert device_normals._fused(4 if hardened else 1) is not None
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("mechanism", [Clipping(0.5), AdaClip(clip_norm=0.5)])
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_private_steps_are_captured_to_the_byte_and_agree_with_the_cpu(
+    monkeypatch, kind, mechanism, in_step
+):
+    # The same draws on both: those of a GPU have the same bytes on a CPU.
+    for module in ("local_rounds", "trainer"):
+        monkeypatch.setattr(f"fedsim.training.{module}.draws_on_device", lambda *_: in_step)
+    privacy = ExamplePrivacy(mechanism, 0.7, chunk=4)
+
+    def private(device):
+        return make(kind, AdadpLR(lr=0.1, discard=False), "auto", device, privacy=privacy)
+
+    cpu, captured, plainly = private("cpu"), private("cuda"), eager(private("cuda"))
+    expected, found, again = (rounds(t, t.initial(), COHORTS) for t in (cpu, captured, plainly))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert captured.stepper.captured_step.can_capture
+    assert captured.stepper.captured_step.graphs

@@ -153,7 +153,13 @@ class Dispatch:
         if instructions.message_type == "train":
             self._refused = trainer.charge(ids, instructions.round, begins=True)
             ids = ids[[client not in self._refused for client in ids.tolist()]]
-        chunk_ids = chunks(ids, trainer.costs(ids), workers=len(pool.workers), largest=largest)
+        chunk_ids = chunks(
+            ids,
+            trainer.costs(ids),
+            workers=len(pool.workers),
+            largest=largest,
+            smallest=trainer.whole_block,
+        )
         self._todo = deque(map(_Chunk, chunk_ids))
 
     def blocks(self) -> Iterator[Block]:
@@ -313,9 +319,16 @@ class Dispatch:
 
 
 def chunks(
-    client_ids: Ints, costs: npt.NDArray[np.float64], *, workers: int, largest: int
+    client_ids: Ints,
+    costs: npt.NDArray[np.float64],
+    *,
+    workers: int,
+    largest: int,
+    smallest: int = 1,
 ) -> list[Ints]:
     """Cut clients into chunks in decreasing order of cost, of at most ``largest`` clients each.
+
+    They have at least ``smallest``, but for the last one: a GPU computes a whole block in any case.
 
     The first chunks are few and large, the last ones small. Assigned in order to free workers, they
     keep all workers busy to the end, also if one is only three quarters as fast as the others.
@@ -336,7 +349,7 @@ def chunks(
         target = max(CHUNK_FRACTION * (cumulative[-1] - cumulative[start]) / workers, min_cost)
         # Include the client whose cost reaches the target.
         stop = int(np.searchsorted(cumulative, cumulative[start] + target))
-        stop = min(max(stop, start + 1), start + largest, len(order))
+        stop = min(max(stop, start + max(1, smallest)), start + largest, len(order))
         parts.append(client_ids[order[start:stop]])
         start = stop
     return parts

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ class RayGrid(LocalGrid):
         RAY_ADDRESS names none. Without either a new local Ray is started, and shut down by `close`.
         No config can name one: Ray unpickles what a cluster sends.
     cpus_per_worker, gpus_per_worker : float
-        Resources that Ray reserves for a worker; with a fraction of a GPU several share one.
+        Resources that Ray reserves for a worker; with a fraction of a GPU several share one. A
+        trainer on a GPU has workers with one each by default, which must be of one kind.
     retries : int
         How many times a chunk may lose its worker before its clients are tried one by one, each
         on a worker that does nothing else meanwhile.
@@ -78,17 +79,15 @@ class RayGrid(LocalGrid):
         import ray
 
         trainer = require_trainer(trainer)
-        if trainer.device.type == "cuda" and not gpus_per_worker:
-            raise FedsimError(
-                "engine.gpus-per-worker is 0 while engine.device is 'cuda'; it must be more (a "
-                "fraction lets workers share a GPU), or engine.device must be 'cpu'."
-            )
+        if trainer.device.type == "cuda":
+            gpus_per_worker = gpus_per_worker or 1.0
         super().__init__(trainer, num_nodes=num_nodes, run_id=run_id, retries=retries)
         self._started_ray = _start_ray(address, workers)
         options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
         try:
             count = workers or _default_workers(cpus_per_worker, gpus_per_worker)
             self._pool = RayWorkerPool(trainer, count, options)
+            self._pool.require_one_kind()
         except BaseException:
             if self._started_ray:
                 ray.shutdown()
@@ -121,8 +120,9 @@ class TrainingActor:
         # Not copied: the data stay in Ray's shared, read-only store, once for all workers.
         self._worker = TrainingWorker(unpack(trainer, copied=False), device)
 
-    def ready(self) -> None:
-        """Do nothing; the reply says that the process has started."""
+    def ready(self) -> str:
+        """Name of the worker's device; the reply says that the process has started."""
+        return self._worker.device_name
 
     def begin(self, instructions: Arrays) -> None:
         """Begin a round."""
@@ -192,6 +192,14 @@ class RayWorkerPool(WorkerPool[RayWorker]):
         actor = ray.remote(TrainingActor).options(**self._options).remote(self._trainer, device)
         return RayWorker(actor)
 
+    def require_one_kind(self) -> None:
+        """Refuse GPUs of several kinds, on which a client's last bits would be each kind's own."""
+        import ray
+
+        if self._options["num_gpus"] > 0:
+            ready = [worker.actor.ready.remote() for worker in self.workers]
+            refuse_several_kinds({str(name) for name in ray.get(ready)})
+
     def begin(self) -> None:
         """Drop the answers that have not arrived yet."""
         for worker in self.workers:
@@ -210,6 +218,15 @@ class RayWorkerPool(WorkerPool[RayWorker]):
         import ray
 
         return ray.put(_arrays(instructions))
+
+
+def refuse_several_kinds(names: Set[str]) -> None:
+    """Refuse workers on devices of different names."""
+    if len(names) > 1:
+        raise FedsimError(
+            f"Ray's workers have GPUs of different kinds ({', '.join(sorted(names))}), whose "
+            "results differ in their last bits; CUDA_VISIBLE_DEVICES must name GPUs of one kind."
+        )
 
 
 def _start_ray(address: str | None, workers: int) -> bool:

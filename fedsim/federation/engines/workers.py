@@ -166,6 +166,13 @@ class TrainingWorker:
         self._trainer, self._device = trainer.copy_for(device), torch.device(device)
         self._sum: PartialSum | None = None
 
+    @property
+    def device_name(self) -> str:
+        """The device, or the model of the GPU."""
+        if self._device.type == "cuda":
+            return torch.cuda.get_device_name(self._device)
+        return self._device.type
+
     def begin(self, instructions: Instructions) -> None:
         """Begin a round, and discard the sum of an earlier one."""
         vector = instructions.vector.to(self._device)

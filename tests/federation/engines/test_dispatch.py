@@ -37,5 +37,11 @@ def test_the_number_of_chunks_follows_from_the_workers(clients, workers):
     assert len(cut) <= 14 * workers
 
 
+def test_chunks_for_gpus_are_whole_blocks_but_for_the_last():
+    costs = np.arange(100.0, 0.0, -1.0)
+    cut = chunks(np.arange(100), costs, workers=2, largest=100, smallest=48)
+    assert [*map(len, cut)] == [48, 48, 4]
+
+
 def test_a_trainer_that_does_not_know_its_steps_has_equal_clients():
     assert ToyTrainer().costs(np.array([3, 1])).tolist() == [1.0, 1.0]
