@@ -33,7 +33,9 @@ def evaluate(
     best: BEST = False,
     by: Annotated[
         str,
-        typer.Option(help="A column, such as `owner`: a row of metrics for each of its values."),
+        typer.Option(
+            help="A column, such as `owner`, or its name in the table: a row for each value."
+        ),
     ] = "",
 ) -> None:
     """Evaluate a run's model on test examples of its own data set, or of another.
@@ -42,7 +44,7 @@ def evaluate(
 
         fedsim evaluate runs/digits
         fedsim evaluate runs/digits --data hospital.npz
-        fedsim evaluate runs/hospitals --by owner
+        fedsim evaluate runs/hospitals --by hospital
 
     Examples are normalised as they were in training. A file has `x_train`, `y_train`, `x_test` and
     `y_test`, as for a run; of a single table, every fifth row is a test example.

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim import regular_files
+from fedsim.datasets.array_checks import shortened
 from fedsim.datasets.arrays import Arrays
 from fedsim.datasets.column_types import (
     FEW_CATEGORIES,
@@ -196,7 +197,10 @@ def _refuse_found(
 ) -> None:
     """Refuse, before looking at any value, what would be found in the rows of a private run."""
     if not declared.keys() >= {*roles.inputs, *roles.targets}:
-        raise FedsimError(FOUND["types"].format(name=where))
+        # Names that the user has written; those of a file's first line might be somebody's values.
+        lacking = [name for name in roles.declared_names if name not in declared]
+        of_which = f" It lacks {shortened(lacking)}." if lacking else ""
+        raise FedsimError(FOUND["types"].format(name=where) + of_which)
     if normalize and any(declared[name].is_unscaled for name in roles.inputs):
         raise FedsimError(FOUND["mean"].format(name=where))
 
@@ -226,11 +230,14 @@ class _ColumnRoles:
         Names of the targets' columns.
     others : mapping of str to str
         Further columns: their name in fedsim (``owner``) to their name in the table.
+    declared_names : tuple of str
+        Those of the inputs and targets that the user has named.
     """
 
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     others: Mapping[str, str]
+    declared_names: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -249,7 +256,8 @@ class _ColumnRoles:
         inputs = named.pop("x", "")
         others = [name for name in table if name not in (*targets, *named.values())]
         names = [name.strip() for name in inputs.split("+")] if inputs else others
-        roles = cls(tuple(names), tuple(targets), named)
+        own = (*targets, *(names if inputs else ()))
+        roles = cls(tuple(names), tuple(targets), named, own)
         for name, times in Counter((*names, *targets)).items():
             if times > 1:
                 raise FedsimError(

@@ -100,14 +100,19 @@ class RunRecord:
         return str(self.config.get("title") or self.config.get("name") or self.path.name)
 
     @property
+    def table_columns(self) -> dict[str, str]:
+        """What columns are called in the run's table, by their names in fedsim (``owner``)."""
+        pairs = (pair.split("=") for pair in str(self.config.get("data.columns", "")).split(","))
+        return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
+
+    @property
     def client_noun(self) -> str:
         """What a client is, by the name of the owners' column; empty if clients are no owners."""
         if self.config.get("partition.name") != "by-owner":
             return ""
         column = str(self.config.get("partition.column", "owner"))
-        pairs = (pair.split("=") for pair in str(self.config.get("data.columns", "")).split(","))
-        names = {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
-        noun = re.sub("[_ -]*id$", "", names.get(column, column), flags=re.IGNORECASE)
+        own_name = self.table_columns.get(column, column)
+        noun = re.sub("[_ -]*id$", "", own_name, flags=re.IGNORECASE)
         return "" if noun == "owner" else re.sub("[_-]+", " ", noun)
 
     @property

@@ -357,7 +357,8 @@ class SavedRun:
         Parameters
         ----------
         column : str
-            Column of the data set with one value an example.
+            Column of the data set with one value an example, such as ``owner``; or what the run's
+            table calls it.
         data : str, path, or what ``data=`` of a run may be
             As for `evaluate`, with the same refusals.
 
@@ -373,6 +374,8 @@ class SavedRun:
         """
         dataset = self._dataset_for(data)
         columns = dataset.test.columns
+        own_names = {own: name for name, own in self.record.table_columns.items()}
+        column = column if column in columns else own_names.get(column, column)
         if column not in columns or column == UNUSABLE:
             known = ", ".join(name for name in columns if name != UNUSABLE) or "no column"
             raise FedsimError(

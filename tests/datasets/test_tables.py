@@ -405,6 +405,14 @@ def test_a_private_run_finds_nothing_in_a_table(people, tmp_path, types, normali
         _run(tmp_path, people, types, True, normalize)
 
 
+def test_a_private_run_says_which_types_are_missing_by_the_users_own_names_alone(people):
+    read = {"types": "age=0:100,income=low|high", "protected": True}
+    with pytest.raises(FedsimError, match=r"It lacks hours, sex\.$"):
+        datasets.load(people, columns="y=income,x=hours+age+sex", **read)
+    with pytest.raises(FedsimError, match=r"'age=0:100,sex=female\|male'\.$"):
+        datasets.load(people, columns="y=income", **read)  # the others stand in the file alone
+
+
 def test_a_data_frame_makes_the_numbers_that_its_file_makes(people):
     pandas = pytest.importorskip("pandas")
     frame = pandas.read_csv(people)

@@ -477,3 +477,4 @@ def test_metrics_by_owner_are_on_the_page_where_they_may_be_shown(
         assert list(owners) == list(table) == sorted(names)
         for name, metrics in table.items():
             assert owners[name] == pytest.approx(metrics)
+        assert fedsim.load(tmp_path / "run").evaluate_by("hospital_id") == table
