@@ -91,6 +91,16 @@ class Entry:
         has_users_law = isinstance(self.event.law, DeclaredLaw)
         object.__setattr__(self, "declared_by_user", self.declared_by_user or has_users_law)
 
+    @property
+    def noised_by_clients(self) -> bool:
+        """Whether rows had noise before they left their clients."""
+        return self.placement == "client"
+
+    @property
+    def summed_shares(self) -> int:
+        """Fewest rows of a sum that the server sees under masks; 0 if it sees single rows."""
+        return int(self.public.get("secagg-threshold") or 0)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping with kebab-case keys, in the order of the fields; without the run."""
         return to_json(self, without=("run",))

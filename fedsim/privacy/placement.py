@@ -127,6 +127,20 @@ class NoiseShares(Placement):
                 "shares."
             )
 
+    def check_cohort(self, sampler: Sampler, *, known: bool) -> None:
+        """Refuse a sampler whose clients share a release that they have not begun together.
+
+        Raises
+        ------
+        FedsimError
+        """
+        if not sampler.synchronous:
+            raise FedsimError(
+                f"noise.placement is 'client'; it must be 'server' with cohort.name = "
+                f"'{sampler.name}': those who share a release have begun it at different times, "
+                "and none knows the others."
+            )
+
     def check_metrics(self, *, private: bool, unprotected: bool) -> None:
         """Refuse metrics to which the server would add the noise."""
         if private:
@@ -195,6 +209,7 @@ class SecureAggregation(NoiseShares):
             If cohorts are on average smaller than the threshold, or those of neighbouring
             populations have different sizes.
         """
+        super().check_cohort(sampler, known=known)
         sampled = sampler.expected_size
         if self.threshold > sampled:
             raise FedsimError(
@@ -231,8 +246,8 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
             "Adversary: anyone who receives what clients send, the server and other clients "
             "included. Noise is added before anything leaves a client, which trusts only itself."
         ]
-    shared = [entry for entry in entries if entry.placement == CLIENTS.name]
-    masked = [entry for entry in shared if "secagg-threshold" in entry.public]
+    shared = [entry for entry in entries if entry.noised_by_clients]
+    masked = [entry for entry in shared if entry.summed_shares]
     if not shared:
         return [
             "Adversary: anyone who sees the models. The server sees the clients' updates before "
@@ -256,10 +271,7 @@ def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]
 
 def _of_masked_sums(masked: Sequence[Entry]) -> list[str]:
     """Sentences on who sees what under secure aggregation."""
-    sums = [
-        (int(entry.public["secagg-threshold"] or 0), int(entry.public["secagg-colluders"] or 0))
-        for entry in masked
-    ]
+    sums = [(entry.summed_shares, int(entry.public["secagg-colluders"] or 0)) for entry in masked]
     # Of runs with different settings, what all of them allow.
     threshold, colluders = min(t for t, _ in sums), min(c for _, c in sums)
     honest = min(t - c for t, c in sums)
@@ -368,8 +380,8 @@ def trusted(entries: Sequence[Entry], level: Level) -> str:
     """Whom a protected row has to trust, in one short sentence."""
     if level == "example":
         return "Trusted: nobody but the client itself, which adds the noise."
-    if any(entry.placement != CLIENTS.name for entry in entries):
+    if not all(entry.noised_by_clients for entry in entries):
         return "Trusted: the server, which sees clients' updates before the noise."
-    if all("secagg-threshold" in entry.public for entry in entries):
+    if all(entry.summed_shares for entry in entries):
         return "Trusted: the server, to follow the protocol; clients, to add their noise."
     return "Trusted: clients, to add their noise; the server sees each noisy share."

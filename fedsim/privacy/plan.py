@@ -427,6 +427,10 @@ class ReleasePlan(Generic[MechanismT]):
             guarantee=self.mechanism.guarantee == "gaussian",
         )
 
+    def multiplier_in_sum(self, clients: int) -> float:
+        """Noise multiplier of the sum of so many clients; at least the one that is charged."""
+        return self.noise.multiplier * self.placement.excess_noise(clients)
+
     def entry(self, event: Event, **fields: Any) -> Entry:
         """A ledger's entry for this event of the plan.
 

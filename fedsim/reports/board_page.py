@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from fedsim.privacy import Statement
 from fedsim.privacy.assumptions import DECLARED_SENTENCES, large_delta, public_facts
 from fedsim.privacy.laws.base import Adjacency
-from fedsim.privacy.placement import CLIENTS
 from fedsim.reports.page import render
 from fedsim.runs.metrics import brief
 
@@ -206,13 +205,12 @@ class _Words:
                 f"Against {everybody}; also against the server, and against other {self._nouns}: "
                 f"each {noun} adds the noise before anything leaves it."
             ]
-        if any(entry.placement != CLIENTS.name for entry in entries):
+        if not all(entry.noised_by_clients for entry in entries):
             server = (
                 "Not against the server that adds up the contributions: it sees them before the "
                 "noise, and has to be trusted."
             )
-        elif all("secagg-threshold" in entry.public for entry in entries):
-            least = min(int(entry.public["secagg-threshold"] or 0) for entry in entries)
+        elif least := min((entry.summed_shares for entry in entries), default=0):
             server = (
                 f"The server sees only sums of at least {least} contributions, which have noise "
                 f"already. It is trusted to follow the protocol, and the {self._nouns} to add "

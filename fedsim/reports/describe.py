@@ -28,7 +28,7 @@ def description(config: Flat, released: Entry | None = None, objects: Collection
         _trained(config, objects),
         _round(config, released),
         _work(config),
-        _bounded(config),
+        _bounded(config, released),
     ]
     sentences.append(_examples(config))
     return " ".join(sentence for sentence in sentences if sentence)
@@ -96,16 +96,16 @@ def _work(config: Flat) -> str:
 _ALGORITHMS = {"sgd": "SGD", "adam": "Adam", "rmsprop": "RMSProp"}
 
 
-def _bounded(config: Flat) -> str:
+def _bounded(config: Flat, released: Entry | None) -> str:
     mechanism = config.get("mechanism.name")
     if mechanism in (None, "none"):
         return "Updates are neither bounded nor noised by the server." if mechanism else ""
     noise = _noise(config, "noise")
     norm = _norm(config, "mechanism")
-    where = {
-        "server": "the server adds",
-        "client": "clients add, in shares,",
-    }.get(str(config.get("noise.placement")), "there is")
+    where = "there is added"
+    if released is not None:
+        by_clients = released.noised_by_clients
+        where = "clients add, in shares," if by_clients else "the server adds"
     return f"Each update is bounded by {mechanism}{norm}; to their sum {where} {noise}."
 
 

@@ -140,7 +140,7 @@ class StatisticsPlan:
         arrays, plan = tensors(run.arrays), release_plan(self.config)
         layout, mechanism = Layout.of(arrays), plan.mechanism
         clients = self.config.partition.clients
-        multiplier = plan.noise.multiplier * plan.placement.excess_noise(clients)
+        multiplier = plan.multiplier_in_sum(clients)
         split = mechanism.noise_multipliers(multiplier, plan.denominator, layout)
         norm = mechanism.segments(layout)[0].mechanism.radius({}, layout.d)
         sums = layout.flatten(arrays).numpy() * plan.denominator
@@ -228,8 +228,10 @@ def _config(
     tree = config.to_tree()
     tables: dict[str, Any] = {key: tree[key] for key in DATA_KEYS}
     tables["data"] |= {"normalize": False, "validation": 0.0}
-    noise_keys = ("delta", "entropy", "hardened", "max-epsilon", "placement")
-    noise = {key: tree["noise"][key] for key in noise_keys}
+    # Not the keys of a kind of noise, such as its bands: one round's is independent.
+    keys = {setting.key for setting in settings_of(NoiseSection)}
+    keys -= {"name", "cohort-size", "cohort-population", "ledger-key"}
+    noise = {key: tree["noise"][key] for key in keys}
     cost = {"multiplier": request.multiplier, "target-epsilon": request.target_epsilon}
     if len([value for value in cost.values() if value is not None]) != 1:
         raise FedsimError("give either --epsilon or --multiplier, which set the cost.")

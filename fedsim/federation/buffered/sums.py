@@ -265,11 +265,6 @@ def check_buffered(
             "availability.schedule must be given with a buffered cohort (cohort.name): "
             "ReleaseSchedule.of this cohort, whose number of rounds is that of the plan (rounds=)."
         )
-    if plan.placement.at_clients:
-        raise FedsimError(
-            "noise.placement is 'client'; it must be 'server' with cohort.name = 'buffered': those "
-            "who share a release have begun it at different times, and none knows the others."
-        )
     _check_mechanism(plan.mechanism)
     if algorithm is not None and (algorithm.sends or algorithm.receives):
         raise FedsimError(

@@ -106,6 +106,7 @@ class Buffered(Sampler):
     """
 
     name: ClassVar[str] = "buffered"
+    synchronous: ClassVar[bool] = False
     concurrency: Annotated[int, Ge(1)] = 20
     """How many clients train at a time."""
     buffer: Annotated[int, Ge(1)] = 10

@@ -37,6 +37,9 @@ class Sampler(ABC):
     name: ClassVar[str]
     """Name in a config's ``cohort.name``."""
 
+    synchronous: ClassVar[bool] = True
+    """Whether the rows of a release are sampled together, so that each can know of the others."""
+
     population: int | None
     """Number of rows that may be sampled: declared, public."""
 
