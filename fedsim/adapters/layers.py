@@ -1,13 +1,16 @@
 """A linear layer with a low-rank adapter: insert it into a model, and merge it into the weight.
 
 A linear layer is torch's `nn.Linear`, or the `Conv1D` of Hugging Face's GPT-2, which computes the
-same from a transposed weight.
+same from a transposed weight. An adapter of a layer in half precision is in float32, as in peft:
+of the small steps that train it, little would be left in bfloat16.
 """
 
 from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +48,8 @@ class LowRankLinear(nn.Module):
         # Layers on "meta" draw no initial weights, so that torch's global generator (which is the
         # user's) does not advance; `adapt` sets the weights.
         weight, meta = _matrix(base_layer), torch.device("meta")
-        dtype = weight.dtype
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.converts = dtype != weight.dtype
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, dtype=dtype, device=meta)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, dtype=dtype, device=meta)
         for factor in (self.lora_A, self.lora_B):
@@ -53,8 +57,11 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., inputs]`` to ``[..., outputs]``."""
-        outputs: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x)) * self.scaling
-        return outputs
+        base: Tensor = self.base_layer(x)
+        if self.converts:
+            x = x.to(torch.float32)
+        outputs = base + self.lora_B(self.lora_A(x)) * self.scaling
+        return outputs.to(base.dtype) if self.converts else outputs
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
@@ -113,6 +120,7 @@ def adapt(
             )
     model.requires_grad_(False)
     draws = Randomness(seed).generator(Purpose.INIT, level="run", part=1)
+    half: torch.dtype | None = None
     for name, layer in layers.items():
         adapter = LowRankLinear(layer, rank, scaling)
         edge = 1 / math.sqrt(adapter.in_features)
@@ -122,7 +130,30 @@ def adapt(
             adapter.lora_B.weight.zero_()
         adapter.lora_A.weight.requires_grad_(not frozen_a)
         _replace(model, name, adapter.train(layer.training))
+        if adapter.converts:
+            half = adapter.base_layer.get_parameter("weight").dtype
+    if half is not None:
+        model.register_forward_pre_hook(partial(_convert_inputs, half), with_kwargs=True)
+        model.register_forward_hook(_convert_outputs)
     return model
+
+
+def _convert_inputs(
+    half: torch.dtype, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Floating-point inputs of a model in half precision, in that: data are in float32."""
+    converted = tuple(_as(half, value) for value in inputs)
+    return converted, {name: _as(half, value) for name, value in keywords.items()}
+
+
+def _convert_outputs(model: nn.Module, inputs: object, outputs: Any) -> Any:
+    """Outputs in float32, so that the loss is computed in it."""
+    return _as(torch.float32, outputs)
+
+
+def _as(dtype: torch.dtype, value: Any) -> Any:
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_floating else value
 
 
 def merge(model: nn.Module) -> nn.Module:

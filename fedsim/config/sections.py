@@ -128,8 +128,9 @@ class ModelSection(ObjectTable, table="model"):
         str, NamesPath(is_name=lambda name: not name.startswith(PREFIX), prefix=PREFIX)
     ] = "softmax"
     """The model; 'hf:FOLDER' for one of Hugging Face's transformers from a local folder."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """The number format of the model's parameters; float64 is for exact comparisons."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """The number format of the model's parameters; float64 is for exact comparisons. 'bfloat16' is
+    for a frozen model under an adapter, which stays in float32."""
     fix: bool = False
     """Whether each BatchNorm, which mixes examples, is replaced by GroupNorm, as Opacus does; the
     summary lists the layers."""
@@ -150,7 +151,13 @@ class ModelSection(ObjectTable, table="model"):
         return kind_of(name)
 
     def refusals(self, config: Any) -> Refusals:
-        """Personal parameters and evaluations of the global model, which lacks them."""
+        """Personal parameters without clients' evaluations, and trained weights in bfloat16."""
+        if self.dtype == "bfloat16" and (config.adapter.name == "none" or self.trainable):
+            yield (
+                "model.dtype",
+                "float32 or float64 unless adapter.name is set and model.trainable is not: weights "
+                "that are trained are not kept in bfloat16, in which small updates are lost",
+            )
         if self.personal and config.evaluate.every:
             yield (
                 "model.personal",

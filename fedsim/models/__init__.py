@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from fedsim.models.parameters import (
         call_with,
+        converted,
         freeze,
         load_weights,
         matching,
@@ -29,6 +30,7 @@ __all__ = [
     "OFFERED",
     "build",
     "call_with",
+    "converted",
     "fix_normalisation",
     "freeze",
     "give_logits",

@@ -14,7 +14,7 @@ from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.keywords import accepted, arguments_of, complete_arguments
 from fedsim.models.hugging_face import kind_of
-from fedsim.models.parameters import refuse_other_than_numbers
+from fedsim.models.parameters import converted, refuse_other_than_numbers
 from fedsim.randomness import Purpose, Randomness
 
 OFFERED = ("input_shape", "num_classes", "vocabulary")
@@ -49,8 +49,8 @@ def build(
         Number of classes, or of the numbers in a target if targets are not classes.
     vocabulary : int
         Number of tokens; 0 if inputs are not tokens.
-    dtype : torch.float32 or torch.float64
-        The float64 model starts from the float32 one's numbers.
+    dtype : torch.float32, torch.float64 or torch.bfloat16
+        The models start from the float32 one's numbers; see `converted`.
     seed : int
         Seed of the initialisation, which depends on nothing else.
     settings
@@ -74,8 +74,8 @@ def build(
     >>> [name for name, _ in model.named_parameters()][:2]
     ['fc1.weight', 'fc1.bias']
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise FedsimError(f"model.dtype is {dtype}; it must be float32 or float64.")
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise FedsimError(f"model.dtype is {dtype}; it must be float32, float64 or bfloat16.")
     draws = Randomness(seed).generator(Purpose.INIT, level="run")
     # Layers draw initial weights from torch's global generator, which is the user's: fork_rng
     # restores its state afterwards. No devices: models are built on the CPU.
@@ -106,4 +106,4 @@ def build(
             "torch.nn.Module."
         )
     refuse_other_than_numbers(model)
-    return model.to(dtype)
+    return converted(model, dtype)

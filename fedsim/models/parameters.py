@@ -76,6 +76,26 @@ def freeze(model: nn.Module, trainable: str = "") -> list[str]:
 
 
 @check_arguments
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a model's floating-point parameters and buffers to ``dtype``, in place.
+
+    To bfloat16 no buffer that is not saved with the model is converted: the frequencies of rotary
+    positions are one, and bfloat16 does not tell positions above 256 apart.
+    """
+    if dtype is not torch.bfloat16:
+        return model.to(dtype)
+    computed = [
+        (module, name, module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    ]
+    model.to(dtype)
+    for module, name, buffer in computed:
+        module._buffers[name] = buffer
+    return model
+
+
+@check_arguments
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that a file of the model's weights holds, tied ones only once.
 

@@ -65,8 +65,8 @@ def _prepare_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tupl
     adapter: Adapter | None = None if config.adapter.name == "none" else config.adapter.make()
     dtype = getattr(torch, settings.dtype)
     other_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
-    model = model.cpu().to(dtype)
-    if other_dtypes:
+    model = models.converted(model.cpu(), dtype)
+    if other_dtypes and dtype is not torch.bfloat16:
         dtypes = " and ".join(sorted(map(str, other_dtypes)))
         notes.append(f"The model's parameters of {dtypes} are trained as {dtype} (model.dtype).")
     if settings.fix:
@@ -83,7 +83,10 @@ def _prepare_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tupl
         model = adapted(adapter, model, config.seed, *adapter_settings)
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in model.parameters())
-        notes.append(f"{adapter} (adapter.name): {count:,} of {total:,} parameters are trained.")
+        frozen = f", in float32; the others stay in {settings.dtype}" * (dtype is torch.bfloat16)
+        notes.append(
+            f"{adapter} (adapter.name): {count:,} of {total:,} parameters are trained{frozen}."
+        )
     models.freeze(model, "" if adapter else settings.trainable)
     if config.private:
         models.refuse_running_statistics(model)
@@ -119,7 +122,8 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
     """
     if (one := clients.one_example(protected=config.protects)) is None:
         return
-    device, dtype = clients.x.device, getattr(torch, config.model.dtype)
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    device = clients.x.device
     # A batch of two: batch normalisation fails on one example, and is refused by name later.
     x = one.inputs(torch.from_numpy(one.indices[0].repeat(2)).to(device), dtype)
     for training in (True, False):
@@ -253,7 +257,9 @@ class InferenceModel(nn.Module):
     def __init__(self, model: nn.Module, mean: Tensor | None, std: Tensor | None) -> None:
         super().__init__()
         self.model = model
-        self.dtype = next(parameter.dtype for parameter in model.parameters())
+        # As in training: a model in bfloat16 converts what it is given itself.
+        first = next(parameter.dtype for parameter in model.parameters())
+        self.dtype = torch.promote_types(first, torch.float32)
         for name, number in (("mean", mean), ("std", std)):
             number = None if number is None else number.to(self.dtype)
             self.register_buffer(name, number, persistent=False)

@@ -33,7 +33,8 @@ def check_model(model: nn.Module, *, private: bool) -> None:
     """
     refuse_gradient_hooks(model)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in CARRIED:
+        sent = parameter.requires_grad and parameter.is_floating_point()
+        if sent and parameter.dtype not in CARRIED:
             raise FedsimError(
                 f"model parameter '{name}' is {parameter.dtype}, which no Flower array carries; it "
                 f"must be one of {', '.join(map(str, CARRIED))}."

@@ -20,6 +20,7 @@ from fedsim.adapters import LoRA
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
+from fedsim.models import converted
 from fedsim.runs.export import export, export_adapter
 from fedsim.runs.resolve import resolve
 
@@ -342,3 +343,53 @@ def test_clients_may_keep_a_factor_to_themselves() -> None:
     )  # fmt: skip
     result = fedsim.run(config)
     assert {*tensors(result.arrays)} == {"fc1.lora_A.weight", "fc2.lora_A.weight"}
+
+
+HALF = ["model.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("private", [[], CLIENTS, EXAMPLES])
+def test_a_frozen_model_in_bfloat16_trains_as_in_float32_but_for_its_rounding(
+    tmp_path: Path, private: list[str]
+) -> None:
+    both = ["evaluate.every=0", "rounds=2", *private]
+    half = fedsim.run(config_of(*both, *HALF), out=tmp_path / "half")
+    again = fedsim.run(
+        config_of(*both, *HALF, "client.block-size=2", "engine.workers=2"), out=tmp_path / "again"
+    )
+    assert same(tensors(half.arrays), tensors(again.arrays))
+    whole = load_file(tmp_path / "half" / "model.safetensors")
+    trained = {*tensors(half.arrays)}
+    assert {n for n, value in whole.items() if value.dtype == torch.float32} == trained
+    assert {whole[n].dtype for n in whole.keys() - trained} == {torch.bfloat16}
+    x = resolve(config_of()).trainer.data.x[:20]
+    saved = fedsim.load(tmp_path / "half")
+    outputs = saved.model(x)
+    assert outputs.dtype == torch.float32
+    if not private:  # the digest, which keys noise, has the dtype
+        full = fedsim.run(config_of(*both), out=tmp_path / "full")
+        for name, values in tensors(full.arrays).items():
+            torch.testing.assert_close(tensors(half.arrays)[name], values, atol=2e-3, rtol=0.05)
+        torch.testing.assert_close(
+            outputs, fedsim.load(tmp_path / "full").model(x), atol=0.05, rtol=0
+        )
+    merged = fedsim.load(tmp_path / "half", merge=True).model(x)
+    torch.testing.assert_close(merged, outputs, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "others", [["adapter.name=none", *[f"adapter.{k}=" for k in ("rank", "alpha", "targets")]],
+               ["model.trainable=fc3.*"]],
+)  # fmt: skip
+def test_trained_weights_are_not_kept_in_bfloat16(others: list[str]) -> None:
+    with pytest.raises(FedsimError, match=r"model\.dtype = 'bfloat16'; it must be float32 or"):
+        config_of(*HALF, *others)
+
+
+def test_bfloat16_rounds_no_buffer_that_a_model_computes_itself() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("saved", torch.ones(1))
+    model.register_buffer("computed", torch.tensor([257.0]), persistent=False)
+    converted(model, torch.bfloat16)
+    assert {str(p.dtype) for p in (*model.parameters(), model.saved)} == {"torch.bfloat16"}
+    assert model.computed.item() == 257.0

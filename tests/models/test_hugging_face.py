@@ -258,3 +258,24 @@ def test_a_folders_own_code_is_not_run(folder: Path) -> None:
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
     (folder / "config.json").write_text(json.dumps(config))
     assert "cannot be loaded" in refusal(f"hf:{folder}")
+
+
+@pytest.mark.parametrize("private", [[], *PRIVATE.values()])
+def test_a_base_in_bfloat16_is_peft_s_own_under_the_same_adapter(
+    tmp_path: Path, private: list[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    name = f"adapter.targets={LLAMA}"
+    ours = run(tmp_path / "run", name, "model.dtype=bfloat16", *private, model=llama())
+    assert {str(ours[n].dtype) for n in ours if "lora_" in n} == {"torch.float32"}
+    assert {str(ours[n].dtype) for n in ours if "lora_" not in n} == {"torch.bfloat16"}
+    saved = fedsim.load(tmp_path / "run", model=llama())
+    export_adapter(saved, tmp_path / "adapter")
+    llama().bfloat16().save_pretrained(tmp_path / "half")  # rotary frequencies stay in float32
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    theirs = peft.PeftModel.from_pretrained(half, str(tmp_path / "adapter"))
+    x = texts().test.x.long()
+    with torch.no_grad():
+        expected = theirs(x).logits
+    assert expected.dtype is torch.bfloat16
+    assert torch.equal(saved.model(x), expected.float())
