@@ -138,8 +138,9 @@ class TcgaBrca:
     """Fed-TCGA-BRCA: survival with breast cancer, 39 features, six regions.
 
     1,088 patients of the Cancer Genome Atlas (Liu et al. 2018), split as FLamby does: 866 for
-    training. A target is (event, time): 1 for a death and 0 for a patient who left, and days. The
-    regions are ``Northeast``, ``South``, ``West``, ``Midwest``, ``Europe`` and ``Canada``.
+    training. A target is (time, event): days, and 1 for a death then or 0 if the patient was last
+    seen then, as `weibull` and `concordance` take them. The regions are ``Northeast``, ``South``,
+    ``West``, ``Midwest``, ``Europe`` and ``Canada``.
     """
 
     def __call__(self, directory: Path, normalize: bool, protected: bool = False) -> Dataset:
@@ -183,7 +184,7 @@ class TcgaBrca:
 
 
 def _survival(table: Array) -> SplitArrays:
-    x, y = table[:, :_TCGA_FEATURES], table[:, _TCGA_FEATURES:]
+    x, y = table[:, :_TCGA_FEATURES], table[:, [-1, -2]]  # the file has E before T
     return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 

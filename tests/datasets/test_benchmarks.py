@@ -144,14 +144,14 @@ def test_heart_is_split_and_normalised_as_in_flamby(tmp_path: Path) -> None:
     assert data.num_classes == 2
 
 
-def test_tcga_brcas_targets_are_event_and_time_and_its_owners_regions(tmp_path: Path) -> None:
+def test_tcga_brcas_targets_are_time_and_event_and_its_owners_regions(tmp_path: Path) -> None:
     files.tcga_brca(tmp_path)
     data = load("tcga-brca", directory=tmp_path)
     assert (data.train.x.shape, data.train.y.shape) == ((48, 39), (48, 2))
     assert (len(data.test), data.num_classes) == (12, 0)
     ages = data.train.x[:, 0]
-    torch.testing.assert_close(data.train.y[:, 1], 5000 - 40 * ages)
-    assert {*data.train.y[:, 0].tolist()} == {0.0, 1.0}
+    torch.testing.assert_close(data.train.y[:, 0], 5000 - 40 * ages)
+    assert {*data.train.y[:, 1].tolist()} == {0.0, 1.0}
     owners = data.train.columns["owner"].tolist()
     assert sorted({*owners}) == sorted(
         ["Northeast", "South", "West", "Midwest", "Europe", "Canada"]
