@@ -16,6 +16,7 @@ EXTRAS = {
     "onnx": "onnx",
     "onnxscript": "onnx",
     "opacus": "opacus",
+    "pyarrow": "flwr-datasets",
     "ray": "ray",
     "tensorboard": "tensorboard",
     "tokenizers": "huggingface",

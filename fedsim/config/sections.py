@@ -72,12 +72,15 @@ class DataSection(ObjectTable, table="data"):
         " In Python it is part of data= itself: an entry 'classes': 10, or from_table(columns=)."
     )
     name: Annotated[
-        str, NamesPath(is_name=lambda name: DataSection.registered(name) != "files")
+        str,
+        NamesPath(
+            is_name=lambda name: name.startswith(PREFIX) or DataSection.registered(name) != "files"
+        ),
     ] = "digits"
     """The data set: `digits`, which is part of fedsim, another that `fedsim config list data`
-    names (`mnist`, `cifar10`, `femnist`), or a path of your own: an .npz, a .csv, or a folder with
-    .npy files (which are memory-mapped), with train.csv and test.csv, or with what `datasets` has
-    saved."""
+    names (`mnist`, `cifar10`, `femnist`), 'hf:owner/name' of the Hugging Face Hub in data.dir, or a
+    path of your own: an .npz, a .csv, or a folder with .npy files (which are memory-mapped), with
+    train.csv and test.csv, with parquet files, or with what `datasets` has saved."""
     dir: Annotated[str, OUTSIDE_RELEASE, NamesPath("location")] = "data"
     """The folder that holds data sets."""
     download: Annotated[bool, OUTSIDE_RELEASE] = False
@@ -102,8 +105,9 @@ class DataSection(ObjectTable, table="data"):
 
     @classmethod
     def registered(cls, name: str) -> str:
-        """A name that is not a data set's is a path to files."""
-        return name if ":" in name or name in registry.names("data") else "files"
+        """A name that is not a data set's is of files: a path, or a name of the Hub."""
+        own = ":" in name and not name.startswith(PREFIX)
+        return name if own or name in registry.names("data") else "files"
 
 
 @dataclass(frozen=True, init=False)

@@ -1,18 +1,24 @@
-"""A user's own files: arrays (``.npz``, ``.npy``), tables (CSV), or Hugging Face `datasets`."""
+"""A user's own files: arrays (``.npz``, ``.npy``), tables (CSV), or data sets of Hugging Face."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
-import numpy.typing as npt
-
-from fedsim import optional_packages, registry, regular_files
-from fedsim.datasets.array_checks import AxisOrder, is_texts
-from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, cause, read_folder, read_npz
+from fedsim import registry
+from fedsim.datasets.array_checks import AxisOrder
+from fedsim.datasets.arrays import DECLARED, STATISTICS, Arrays, read_folder, read_npz
 from fedsim.datasets.dataset import Dataset
+from fedsim.datasets.hugging_face import (
+    PREFIX,
+    has_parquet,
+    hub_folder,
+    is_saved,
+    missing_on_hub,
+    read_parquet,
+    read_saved,
+)
 from fedsim.datasets.tables import is_table, read_table
 from fedsim.errors import FedsimError
 from fedsim.registry import register
@@ -21,8 +27,8 @@ from fedsim.synonyms import closest
 
 _SUFFIXES = (".npz", ".csv")
 _OWN_FILES = (
-    "a path to an .npz or a .csv, or to a folder of .npy files, of train.csv and test.csv, or one "
-    "that datasets has saved"
+    "a path to an .npz or a .csv, or to a folder of .npy files, of train.csv and test.csv, of "
+    "parquet files, or one that datasets has saved"
 )
 
 
@@ -35,6 +41,8 @@ class Files:
     ``mask_train`` and ``mask_test``, columns such as ``owner_train`` and ``owner_test``, ``mean``
     and ``std`` for normalising, and the numbers ``classes`` and ``vocabulary``. Tables (a ``.csv``,
     or a folder of ``train.csv`` and ``test.csv``) are converted to such arrays; see `tables`.
+    ``hf:owner/name`` is what the Hugging Face Hub has under this name, read from
+    ``data.dir/owner/name``; see `hugging_face`.
     """
 
     path: str = "files"
@@ -47,8 +55,8 @@ class Files:
     """The layout of arrays: 'auto' takes arrays that look like images with channels last for such;
     'as-is' takes them as they are."""
     columns: str = ""
-    """Which columns of a table, or of a folder that `datasets` has saved, are inputs, targets and
-    others: 'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'."""
+    """Which columns of a table, or of a data set of Hugging Face, are inputs, targets and others:
+    'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'."""
     types: str = ""
     """The types of a table's columns: a range, which is scaled to [0, 1], categories, or numbers
     that are not scaled: 'age=0:100,sex=female|male,height=number'. A comma or a bar
@@ -83,12 +91,14 @@ class Files:
             raise FedsimError(
                 f"data.types is '{self.types}', but {path} is not a table; it must be left out."
             )
-        if path.is_dir() and is_saved(path):
+        if is_saved(path):
             return read_saved(path, self.columns)
+        if has_parquet(path):
+            return read_parquet(path, self.columns)
         if self.columns:
             raise FedsimError(
-                f"data.columns is '{self.columns}', but {path} is not a folder that datasets "
-                "saved; arrays are known by their own names (x_train, y_train, owner_train)."
+                f"data.columns is '{self.columns}', but {path} is no table and no data set of "
+                "Hugging Face; arrays are known by their own names (x_train, y_train, owner_train)."
             )
         return read_folder(path) if path.is_dir() else read_npz(path)
 
@@ -107,6 +117,9 @@ def data_files(name: str, folder: Path) -> set[tuple[int, int]]:
 
 def _existing(name: str, folder: Path) -> Path | None:
     """Path of a user's own data, as written or else within ``folder``; None if there are none."""
+    if name.startswith(PREFIX):
+        path = hub_folder(name, folder)
+        return path if path.is_dir() else None
     is_file_name = Path(name).suffix.lower() in _SUFFIXES
     for path in (Path(name), folder / name):
         if name and (path.is_dir() or (path.is_file() and is_file_name)):
@@ -118,6 +131,8 @@ def _data_path(name: str, folder: Path) -> Path:
     """Path of a user's own data: as written, or else within ``folder``."""
     if (path := _existing(name, folder)) is not None:
         return path
+    if name.startswith(PREFIX):
+        raise missing_on_hub(name, folder)
     if Path(name).suffix.lower() in (".xlsx", ".xls", ".ods"):
         raise FedsimError(
             f"data.name is '{name}', a spreadsheet; it must be {_OWN_FILES}: save it as .csv."
@@ -133,79 +148,3 @@ def _data_path(name: str, folder: Path) -> Path:
         f"data.name is '{name}', but there are no such data here or in '{folder}' (data.dir); it "
         f"must be {_OWN_FILES}."
     )
-
-
-SPLITS = ("train", "test")
-
-
-def is_saved(path: Path) -> bool:
-    """Whether `datasets.DatasetDict.save_to_disk` has written this folder."""
-    return (path / "dataset_dict.json").is_file()
-
-
-def read_saved(path: Path, columns: str) -> Arrays:
-    """Arrays of a folder that `save_to_disk` has written, with the splits train and test.
-
-    Parameters
-    ----------
-    path : Path
-    columns : str
-        ``"x=image,y=label,owner=writer"``: the name of each array's column there.
-
-    Raises
-    ------
-    FedsimError
-        If the package is not installed, the folder is damaged, a split or a column is missing, or
-        a column is no array of numbers or strings.
-    """
-    optional_packages.require(f"{path}, which the package datasets has saved,", "datasets")
-    import datasets
-
-    try:
-        saved = datasets.load_from_disk(str(regular_files.require_all(path)))
-    except Exception as error:
-        raise FedsimError(
-            f"{path} could not be read ({cause(error)}); it must be a folder that datasets has "
-            "saved."
-        ) from error
-    names = _names(columns)
-    if any(split not in saved for split in SPLITS):
-        raise FedsimError(
-            f"{path} has the splits {', '.join(saved)}; it must have {' and '.join(SPLITS)}."
-        )
-    train, test = (
-        {ours: _array(saved[split], split, theirs, path) for ours, theirs in names.items()}
-        for split in SPLITS
-    )
-    return Arrays(train, test)
-
-
-def _names(columns: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in columns.split(",")]
-    names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
-    complete = {"x", "y"} <= names.keys() and all((*names, *names.values()))
-    if not complete or len(names) < len(pairs):
-        raise FedsimError(
-            f"data.columns is '{columns}'; it must say, each once, which columns are inputs and "
-            "targets, such as 'x=image,y=label,owner=writer'."
-        )
-    return names
-
-
-def _array(split: Any, which: str, column: str, where: Path) -> npt.NDArray[Any]:
-    if column not in split.column_names:
-        raise FedsimError(
-            f"{where} has no column '{column}' in its split {which}, but "
-            f"{', '.join(split.column_names)}; name another in data.columns."
-        )
-    try:
-        array = np.asarray(split.with_format("numpy")[column][:])
-    except (ValueError, TypeError):
-        array = np.asarray(None)
-    if array.dtype.hasobject and not is_texts(array):
-        raise FedsimError(
-            f"{where} has a column '{column}' that cannot become an array; its values must be "
-            "numbers, strings, or images or lists of one shape (pad sequences, and mark what "
-            "counts by a mask)."
-        )
-    return array

@@ -16,6 +16,7 @@ from fedsim import registry
 from fedsim.arguments import check_arguments
 from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays, cause
 from fedsim.datasets.dataset import Dataset
+from fedsim.datasets.hugging_face import PREFIX
 from fedsim.datasets.tables import arrays_of_tables, inputs_of_table, read_csv
 from fedsim.errors import FedsimError
 from fedsim.keywords import accepted, arguments_of, complete_arguments
@@ -23,8 +24,9 @@ from fedsim.lazy import torch
 
 
 def kind_of(name: str) -> str:
-    """Registered kind of a data set's name; any name that is not registered is a path to files."""
-    return name if ":" in name or name in registry.names("data") else "files"
+    """Registered kind of a data set's name; any name that is not registered is of files."""
+    own = ":" in name and not name.startswith(PREFIX)
+    return name if own or name in registry.names("data") else "files"
 
 
 @check_arguments
@@ -44,7 +46,8 @@ def load(
     Parameters
     ----------
     name : str
-        One of ``fedsim config list data``, a path to a user's own files (`Files`), or
+        One of ``fedsim config list data``, a path to a user's own files or ``hf:owner/name``
+        (`Files`), or
         ``module:name``: a callable that takes ``settings`` and any of ``directory``, ``download``,
         ``normalize`` and ``protected``, and returns a `Dataset` (or a callable that takes the
         latter and returns one).
@@ -92,7 +95,7 @@ def load(
     construction = {**offered, "path": name} if kind == "files" else offered
     with registry.current_directory_importable():
         factory: Any = registry.find("data", kind, "data.name")
-        has_settings = dataclasses.is_dataclass(factory) and ":" not in name
+        has_settings = dataclasses.is_dataclass(factory) and ":" not in kind
         table = "data" if has_settings else "data.options"
         arguments = arguments_of(factory, name, settings, table, tuple(construction))
         dataset = factory(**arguments, **accepted(factory, construction))
@@ -104,7 +107,7 @@ def load(
             "fedsim.datasets.Dataset."
         )
     dataset = dataset.ranged(train, test)
-    if train or test or ":" in name or name in registry.plugins("data"):
+    if train or test or ":" in kind or name in registry.plugins("data"):
         dataset = dataset.checked(protected=protected)
     return dataset
 
