@@ -51,12 +51,13 @@ class Purpose(IntEnum):
     PARTITION = 2, "seed", ("run",), "0 dealing examples, 1 keeping some of them"
     SAMPLE = 3, "seed", ("client", "example"), "the step, or the pass over examples"
     AMPLIFIED_SAMPLE = 4, "release", ("client", "example"), "the step"
-    NOISE = 5, "release", ("client", "example"), "0 releases, or the step of one (`counters`)"
+    NOISE = 5, "release", ("client", "example"), "0 a release, its scalars last"
     SHARE = 6, "release", ("client",), "0 a client's share of a release's noise"
     DROPOUT = 7, "seed", ("example",), "the step; 2^40 an evaluation"
     EVALUATE = 8, "seed", ("client",), "0 who evaluates"
     AUDIT = 9, "seed", ("run",), "an audit numbers its own"
     DEVICE = 11, "seed", ("client",), "0 available, 1 drops out, 2 speed, 3 bandwidth, 4 work"
+    STEP_NOISE = 12, "release", ("example",), "the step in which noise is drawn on a GPU"
 
     def __new__(
         cls,

@@ -22,7 +22,7 @@ ADDRESSES = [
 
 def test_addresses_that_differ_in_one_thing_share_no_draw():
     drawn = [Randomness(5, "ab").generator(**address).bytes(64) for address in ADDRESSES]
-    assert len(set(drawn)) == len(drawn) == 104
+    assert len(set(drawn)) == len(drawn) == 112
 
 
 def test_streams_do_not_run_into_each_other():
@@ -55,7 +55,9 @@ def test_two_releases_of_one_seed_share_noise_and_amplified_samples_never():
         equal = first.generator(**address).bytes(32) == second.generator(**address).bytes(32)
         assert equal == (address["purpose"].keyed_by == "seed")
     secret = {purpose for purpose in Purpose if purpose.keyed_by == "release"}
-    assert secret == {Purpose.NOISE, Purpose.SHARE, Purpose.AMPLIFIED_SAMPLE}
+    assert secret == {
+        Purpose.NOISE, Purpose.STEP_NOISE, Purpose.SHARE, Purpose.AMPLIFIED_SAMPLE
+    }  # fmt: skip
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
@@ -114,3 +116,21 @@ def test_an_address_that_does_not_exist_is_refused(address, named):
 def test_a_seed_out_of_range_is_refused():
     with pytest.raises(ValueError, match="seed is -1"):
         Randomness(-1)
+
+
+def test_counters_are_the_addresses_of_generators_and_are_noted_once_each(monkeypatch):
+    used = []
+    monkeypatch.setattr(Randomness, "address_observer", used.append)
+    source, address = Randomness(3, "ab"), {"level": "example", "round": 2, "client": 7}
+    key, words = source.counters(Purpose.STEP_NOISE, **address, parts=range(3, 5))
+    assert [(one.part, one.round, one.client) for one in used] == [(3, 2, 7), (4, 2, 7)]
+    generator = source.for_replay().generator(Purpose.STEP_NOISE, **address, part=4)
+    state = generator.bit_generator.state["state"]
+    assert tuple(state["key"].tolist()) == key
+    assert state["counter"].tolist() == [0, words[0] + 1, words[1], words[2]]
+    source.for_replay().counters(Purpose.STEP_NOISE, **address, parts=range(3, 5))
+    assert len(used) == 2
+    with pytest.raises(ValueError, match="no counters"):
+        Randomness(None).counters(Purpose.STEP_NOISE, **address, parts=range(1))
+    with pytest.raises(ValueError, match="no level 'client'"):
+        source.counters(Purpose.STEP_NOISE, level="client", round=1, client=0, parts=range(1))

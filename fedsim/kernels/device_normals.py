@@ -64,7 +64,8 @@ def normals_at(key: Tensor, counter: Tensor, size: int, *, hardened: bool) -> Te
     terms = 4 if hardened else 1
     first = torch.arange(size, dtype=torch.int64, device=key.device) * -(-terms // 2)
     words = [column.unsqueeze(1) for column in (*counter.unbind(1), *key.unbind(1))]
-    fused = _fused(terms) if key.device.type == "cuda" else None
+    # Not for tensors without data, which only say that they are on a GPU.
+    fused = _fused(terms) if key.device.type == "cuda" and type(key) is Tensor else None
     if fused is not None:
         draws: Tensor = fused(first.unsqueeze(0), *words).view(torch.float64)
         return draws

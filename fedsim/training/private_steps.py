@@ -250,7 +250,7 @@ class PrivateLoop(StepLoop):
             address: Any = {"level": "example", "round": clients.round, "client": client}
             if self.private.draws_in_step:
                 parts = range(count)  # each step has an address of its own
-                key, counter = source.counters(Purpose.NOISE, **address, parts=parts)
+                key, counter = source.counters(Purpose.STEP_NOISE, **address, parts=parts)
                 words.append([*map(signed, (*key, *counter))])
             else:
                 generator = source.generator(Purpose.NOISE, **address)

@@ -529,7 +529,7 @@ def test_noise_drawn_in_the_step_is_a_clients_own_and_fresh_in_every_step(monkey
     make, method = METHODS["layered"]
     how = {"in_step": True, "recorder": None, "steps": 3}
     on_a_gpu(monkeypatch, Clipping(0.5), make, method, **how)
-    noise = [one for one in used if one.purpose.name == "NOISE"]
+    noise = [one for one in used if one.purpose.name == "STEP_NOISE"]
     clients = sum(len([k for k in cohort if SIZES[k]]) for cohort in COHORTS)
     assert len({*draws}) == len(draws) == len({*noise}) == len(noise) == 3 * clients
     steps = {(words[2] & 2**48 - 1, words[3], words[4]) for words in draws}
