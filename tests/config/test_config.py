@@ -219,10 +219,7 @@ def test_reading_a_config_imports_neither_torch_nor_flower() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-NO_PATHS = {
-    "name": "it may have no slash",
-    "data.columns": "it names columns of what data.name leads to",
-}
+NO_PATHS = {"name": "it may have no slash"}
 """Settings that speak of files, and why they name none."""
 
 
