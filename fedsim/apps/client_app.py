@@ -7,12 +7,14 @@ without it, answering which client a node is takes a tenth of the time.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
 from fedsim.federation.engines.packed_messages import answer_packed
 from fedsim.federation.flower_internals import client_id
@@ -31,7 +33,21 @@ def query(message: Message, context: Context) -> Message:
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
-@app.train(mods=[answer_packed])
+def _declared_seconds(context: Context) -> float:
+    """Declared seconds of a buffered cohort's task in a deployment; 0 for none."""
+    seconds = context.run_config.get("devices.duration", 0.0)
+    is_real = context.run_config.get("engine.name") == "deployment"
+    return float(seconds) if is_real and isinstance(seconds, int | float) else 0.0
+
+
+def _held(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Mod that holds the answers of tasks whose seconds are declared; also those of a refusal."""
+    from fedsim.federation.engines.client_app import held
+
+    return held(_declared_seconds)(message, context, call_next)
+
+
+@app.train(mods=[answer_packed, _held])
 def train(message: Message, context: Context) -> Message:
     """Train on this node's data, if its policy allows it."""
     with _admitted(context) as policy:
@@ -39,8 +55,9 @@ def train(message: Message, context: Context) -> Message:
             from fedsim.config import RunConfig
 
             config = RunConfig.from_run_config(context.run_config)
-            if policy.check_training(message, config):
-                policy.join(client_id(context.node_config))
+            client = client_id(context.node_config)
+            if policy.check_training(message, config, client):
+                policy.join(client)
         reply = _client()(message, context)
         if policy is not None and not policy.answers_evaluation:
             _leave_metrics_out(reply)
@@ -92,7 +109,9 @@ def _client() -> ClientApp:
     from fedsim.federation.engines.client_app import client_app
 
     def seconds_for(context: Context) -> float:
-        return RunConfig.from_run_config(context.run_config).engine.timeout
+        limit = RunConfig.from_run_config(context.run_config).engine.timeout
+        # After the task's declared seconds its update counts no more.
+        return min(limit, _declared_seconds(context) or math.inf)
 
     def threshold_for(context: Context) -> int:
         return RunConfig.from_run_config(context.run_config).secagg.threshold

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.devices import assumption
 from fedsim.config.plan import (
     entropy,
     evaluation_events,
@@ -39,7 +40,8 @@ class Source:
     ledgers : RunLedgers
         All ledgers that were read.
     declarations : tuple of str
-        Sentences on the parts of the mechanism that the config's user declares.
+        Sentences on the parts of the mechanism that a config's user declares, and on what is
+        assumed of its devices.
     smallest : int or None
         Number of examples of the smallest client of a config, at example level.
     """
@@ -89,17 +91,18 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 
 
 def _config_source(config: RunConfig) -> Source:
-    user_parts = set[str]()
+    user_parts, of_devices = set[str](), ""
     if config.private:
         plan = uncalibrated_plan(config, config.mechanism.make())
-        user_parts = {*plan.user_parts}
+        user_parts, of_devices = {*plan.user_parts}, assumption(config.to_run_config())
     if config.client.private and is_user_code(config.client.mechanism.make()):
         user_parts.add("bound")
     question, smallest = _config_question(config)
     return Source(
         question,
-        declarations=tuple(
-            sentence for part, sentence in DECLARED_SENTENCES.items() if part in user_parts
+        declarations=(
+            *(sentence for part, sentence in DECLARED_SENTENCES.items() if part in user_parts),
+            *filter(None, [of_devices]),
         ),
         smallest=smallest,
     )

@@ -35,6 +35,9 @@ from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath
 AVAILABLE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
 MEGABIT = 1e6 / 8  # bytes
 MAX_WORK_FILE = 2**30
+MIN_DURATION = 8.0
+"""Seconds that a task takes at least in a deployment: Flower's nodes look for messages every three
+seconds, and hold their answers for half of it (`fedsim.apps.client_app`)."""
 
 _WORK_RANGE = re.compile(r"whole\((\d{1,7}), *(\d{1,7})\)")
 
@@ -74,6 +77,11 @@ class DevicesSection(ConfigTable, table="devices"):
     spread: Annotated[float, Ge(0), Le(10)] = 0.0
     """How much devices differ: standard deviation of the logarithms of seconds-per-example (or
     seconds-per-step) and bandwidth."""
+    duration: Annotated[float, Ge(0), Le(1e6)] = 0.0
+    """With a buffered cohort, in place of the other times: the seconds of every client's task, from
+    the request for its update to the release that it may be in. In a deployment they are real: an
+    update that is not there by then counts as zero. 0 for none: without privacy a deployment then
+    releases the updates that come first."""
     deadline: Annotated[float, Ge(0)] = 0.0
     """Deadline of a round on the device's simulated clock, in seconds: later replies do not count;
     0 for none."""
@@ -106,8 +114,10 @@ class DevicesSection(ConfigTable, table="devices"):
                 "devices.trace-seconds",
                 "0 unless cohort.name = 'buffered': a row of the trace is for one round",
             )
+        elif self.duration:
+            yield "devices.duration", "0 unless cohort.name = 'buffered', whose tasks take time"
         for setting in fields(self) if config.engine.name == "deployment" else ():
-            if getattr(self, setting.name) != setting.default:
+            if setting.name != "duration" and getattr(self, setting.name) != setting.default:
                 yield (
                     f"devices.{setting.name.replace('_', '-')}",
                     "unset with engine.name = 'deployment', whose devices are real",
@@ -117,13 +127,16 @@ class DevicesSection(ConfigTable, table="devices"):
         """Keys that a buffered cohort excludes, or needs."""
         buffered = "with cohort.name = 'buffered'"
         if config.engine.name == "deployment":
-            yield "cohort.name", "another with engine.name = 'deployment', which has no clock"
-        if not self.clocked:
+            yield from self._refused_by_deployment(config)
+        elif not self.clocked:
             yield (
                 "devices.seconds-per-step",
-                f"above 0 {buffered}, or devices.seconds-per-example or devices.bandwidth: who "
-                "trains when follows from the time that devices take",
+                f"above 0 {buffered}, or devices.seconds-per-example, devices.bandwidth or "
+                "devices.duration: who trains when follows from the time that devices take",
             )
+        for key in ("seconds-per-step", "seconds-per-example", "bandwidth", "spread"):
+            if self.duration and getattr(self, key.replace("-", "_")):
+                yield f"devices.{key}", "0 with devices.duration, which is all the time of a task"
         if self.deadline:
             yield "devices.deadline", f"0 {buffered}, which waits for nobody"
         if self.trace and not self.trace_seconds:
@@ -142,22 +155,48 @@ class DevicesSection(ConfigTable, table="devices"):
                 "client or example level: passes take as many steps as a client has examples",
             )
 
+    def _refused_by_deployment(self, config: Any) -> Refusals:
+        """Keys that a buffered cohort excludes, or needs, on a real federation."""
+        where = "with cohort.name = 'buffered' and engine.name = 'deployment'"
+        if not self.duration and config.protects:
+            yield (
+                "devices.duration",
+                f"above 0 {where} in a run that is private at client or example level: in which "
+                "order updates come may depend on clients' data, so that each counts when the "
+                "seconds of its task are over",
+            )
+        if 0 < self.duration < MIN_DURATION:
+            yield (
+                "devices.duration",
+                f"at least {MIN_DURATION:g} {where}: a node looks for requests every three seconds",
+            )
+
     @property
     def clocked(self) -> bool:
-        """Whether simulated time is modelled at all."""
-        return bool(self.seconds_per_example or self.seconds_per_step or self.bandwidth)
+        """Whether time is modelled at all."""
+        times = (self.seconds_per_example, self.seconds_per_step, self.bandwidth, self.duration)
+        return any(times)
 
 
 def assumption(config: Mapping[str, object]) -> str:
     """What a private run with a flat config assumes of devices and work; "" if nothing."""
+    sentences = []
+    duration = config.get("devices.duration")
+    if duration and config.get("engine.name") == "deployment":
+        sentences.append(
+            "Assumed: whether a client's update is there when the declared seconds of its task are "
+            f"over (devices.duration = {duration:g}) does not depend on its data. One that is late "
+            "is a zero in its place."
+        )
     usual = DevicesSection().to_tree()
+    del usual["duration"]  # the same for all clients
     modelled = any(config.get(f"devices.{key}", value) != value for key, value in usual.items())
-    if not (modelled or config.get("client.work")):
-        return ""
-    return (
-        "Which clients are available, drop out or do how much work follows from the seed or from "
-        "files that are assumed to be independent of clients' data (devices, client.work)."
-    )
+    if modelled or config.get("client.work"):
+        sentences.append(
+            "Which clients are available, drop out or do how much work follows from the seed or "
+            "from files that are assumed to be independent of clients' data (devices, client.work)."
+        )
+    return " ".join(sentences)
 
 
 _COLUMNS = ("bytes-down", "bytes-up", "virtual-seconds")
@@ -221,8 +260,8 @@ class Devices:
         FedsimError
             If its numbers cannot be, as `ReleaseSchedule.of`.
         """
-        if not isinstance(self.cohort, Buffered):
-            return None
+        if not isinstance(self.cohort, Buffered) or not self.settings.clocked:
+            return None  # without times, in a deployment, updates are taken as they come
         seconds = self.seconds(np.arange(declared_population(self.cohort)))
         least = float(seconds.min())
         if least <= 0:
@@ -289,7 +328,7 @@ class Devices:
     def seconds(self, client_ids: Ints) -> Floats:
         """Seconds that each client takes for its examples and bytes, ``[n]``."""
         settings, speeds = self.settings, self._scales(SPEED, client_ids)
-        seconds = np.zeros(len(client_ids))
+        seconds = np.full(len(client_ids), settings.duration)
         if settings.seconds_per_example:
             seconds += settings.seconds_per_example * speeds * self.examples(client_ids)
         if settings.seconds_per_step:
@@ -322,6 +361,20 @@ class Devices:
         ]
         scales: Floats = np.exp(self.settings.spread * np.array(draws, dtype=np.float64))
         return scales
+
+
+def declared_schedule(config: Any, cohort: Sampler) -> ReleaseSchedule | None:
+    """The schedule of a config's buffered ``cohort`` whose times are declared; None of any other.
+
+    Raises
+    ------
+    FedsimError
+        As `ReleaseSchedule.of`.
+    """
+    if not (config.devices.duration and isinstance(cohort, Buffered)):
+        return None
+    seconds = np.full(config.partition.clients, config.devices.duration)
+    return ReleaseSchedule.of(cohort, seconds, config.seed)
 
 
 class _OpenTimes(OpenTimes):

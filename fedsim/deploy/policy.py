@@ -14,11 +14,13 @@ from flwr.app import ConfigRecord, Message
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, uncalibrated_plan
+from fedsim.config.devices import declared_schedule
+from fedsim.config.plan import cohort, entropy, uncalibrated_plan
 from fedsim.config.release_keys import modules_in_config, path_keys, text_options
 from fedsim.deploy.party_files import Names, read_table
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import is_shipped
+from fedsim.privacy.laws.buffered import Buffered
 from fedsim.settings import Ge, Gt, Lt, NotAllowedError, Text
 
 
@@ -247,9 +249,9 @@ class Policy:
         plan = uncalibrated_plan(config, config.mechanism.make())
         key, multiplier = "noise.multiplier", plan.noise.multiplier
         parts: dict[str, object] = {"noise.name": plan.noise}
-        if plan.noise.correlated:
+        if plan.noise.correlated or isinstance(plan.sampler, Buffered):
             # All rounds that a client can be in are one Gaussian, whose sensitivity follows from
-            # the noise's coefficients and the cohort: computed here, from the run's settings.
+            # the cohort and the noise's coefficients: computed here, from the run's settings.
             parts["cohort.name"] = plan.sampler
         for name, part in parts.items():
             if not is_shipped(part):
@@ -259,6 +261,9 @@ class Policy:
                 )
         if plan.noise.correlated:
             key = f"{key} = {multiplier:g}, over the sensitivity of {config.noise.name} noise,"
+            multiplier /= plan.law.sensitivity
+        elif isinstance(plan.sampler, Buffered):
+            key = f"{key} = {multiplier:g}, over the root of the releases that a client is in,"
             multiplier /= plan.law.sensitivity
         _require_at_least(key, multiplier, least)
 
@@ -308,13 +313,14 @@ class Policy:
                 "run's seed; here it must be 'system'"
             )
 
-    def check_training(self, message: Message, config: RunConfig) -> bool:
+    def check_training(self, message: Message, config: RunConfig, client: int) -> bool:
         """Whether the reply to a message for training will contain anything of this node's data.
 
         Raises
         ------
         FedsimError
-            If such a reply would have less noise, or fewer masks, than the policy or the run says.
+            If such a reply would have less noise, or fewer masks, than the policy or the run says;
+            or if the schedule of a buffered cohort has none of this client in the message's round.
         """
         from fedsim.federation.aggregation.secagg.protocol import stage_of
         from fedsim.federation.aggregation.shares import share_entries  # needs torch
@@ -325,6 +331,7 @@ class Policy:
             return False
         self.check_masked(masked=stage is not None, config=config)
         self.check_share(share_entries(message), config)
+        _check_scheduled(message, config, client)
         return True
 
     def check_masked(self, *, masked: bool, config: RunConfig) -> None:
@@ -461,6 +468,26 @@ class Policy:
             file.write(f"{rounds + 1}\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _check_scheduled(message: Message, config: RunConfig, client: int) -> None:
+    """Refuse a request that the public schedule of a buffered cohort does not have.
+
+    The node simulates the schedule from the run's settings. So it is asked for at most
+    ``cohort.participations`` releases, ``cohort.separation`` apart, which the charge counts on.
+    """
+    schedule = declared_schedule(config, cohort(config))
+    if schedule is None:
+        return
+    entries = [record.get("server-round") for record in message.content.config_records.values()]
+    number = next((entry for entry in entries if isinstance(entry, int)), 0)
+    if not 1 <= number <= config.rounds or client not in schedule.starting(number)[0]:
+        raise _refusal(
+            f"the server asks for an update in round {number}, in which the schedule of "
+            f"cohort.name = 'buffered' has none of client {client} (at most cohort.participations "
+            f"= {schedule.cohort.participations}, cohort.separation = "
+            f"{schedule.cohort.separation} apart)"
+        )
 
 
 def _adds_noise(config: RunConfig) -> bool:

@@ -24,7 +24,13 @@ from fedsim.federation.aggregation.server_sum import (
     ServerSum,
 )
 from fedsim.federation.aggregation.share_sums import ClientShares
-from fedsim.federation.buffered.sums import BufferedSum, InFlight
+from fedsim.federation.buffered.real_time import (
+    ArrivingRequests,
+    RealTimeSum,
+    Requests,
+    ScheduledRequests,
+)
+from fedsim.federation.buffered.sums import BufferedSum, InFlight, check_buffered
 from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
 from fedsim.federation.exchange import RecordKeys
@@ -43,6 +49,7 @@ from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.assumptions import ReleaseSetting
 from fedsim.privacy.exclusions import check_budget
 from fedsim.privacy.flower_records import privacy_spent
+from fedsim.privacy.laws.buffered import Buffered
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.placement import (
     PLACEMENTS,
@@ -195,9 +202,13 @@ evaluate_metrics_aggr_fn
             private_examples=clients.private_examples,
             aggregate=evaluate_metrics_aggr_fn,
         )
-        in_flight = InFlight.of(availability.schedule, plan, clients.algorithm)
-        self.aggregation = _aggregation_of(plan, in_flight)
-
+        check_buffered(
+            plan,
+            availability.schedule,
+            clients.algorithm,
+            real_time=availability.real_time,
+            protects=self.protects,
+        )
         server_optimizer = server_optimizer or ServerSGD()
         # These names enter the digest that keys the noise: renaming one changes seeded runs.
         settings = {
@@ -245,11 +256,16 @@ evaluate_metrics_aggr_fn
         self.participants = Participants(
             plan, self.randomness, min_available_nodes, availability, private=self.protects
         )
+        if fraction_evaluate is None and availability.real_time:
+            fraction_evaluate = 0.0
+        fraction = metrics.fraction(fraction_evaluate, protects=self.protects)
+        in_flight = self._in_flight(availability, fraction)
+        self.aggregation = _aggregation_of(plan, in_flight)
         evaluation: dict[str, Any] = {
             "participants": self.participants,
             "metrics": metrics,
             "keys": keys,
-            "fraction": metrics.fraction(fraction_evaluate, protects=self.protects),
+            "fraction": fraction,
             "aggregator": evaluate_metrics_aggr_fn,
         }
         self.evaluation = (
@@ -264,6 +280,28 @@ evaluate_metrics_aggr_fn
             TrainMetrics(weighted_by_key, train_metrics_aggr_fn) if self.shows_clients else None,
             in_flight,
         )
+
+    def _in_flight(
+        self, availability: Availability, fraction_evaluate: float
+    ) -> InFlight | Requests | None:
+        """What a buffered cohort has in flight; None for another cohort."""
+        sampler, schedule = self.plan.sampler, availability.schedule
+        if not isinstance(sampler, Buffered):
+            return None
+        if not availability.real_time:
+            assert schedule is not None  # by `check_buffered`
+            return InFlight(schedule)
+        if fraction_evaluate:
+            raise FedsimError(
+                f"fraction_evaluate is {fraction_evaluate:g}; with availability.real_time it must "
+                "be 0.0 (evaluate.clients-every 0): an evaluation would wait for clients that "
+                "train, and for those that do not answer."
+            )
+        nodes, replying = self.participants.nodes, availability.replying
+        if schedule is not None:
+            return ScheduledRequests(sampler, nodes, replying, schedule)
+        patience = availability.node_timeout
+        return ArrivingRequests(sampler, nodes, replying, self.randomness, patience)
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
@@ -368,12 +406,13 @@ _AGGREGATIONS: dict[type[Placement], Aggregation] = {
 """The aggregation of a round, by who adds its noise."""
 
 
-def _aggregation_of(plan: Plan, in_flight: InFlight | None) -> Aggregation:
+def _aggregation_of(plan: Plan, in_flight: InFlight | Requests | None) -> Aggregation:
     """The callable that creates the aggregation of each round."""
+    if isinstance(in_flight, Requests):
+        return partial(RealTimeSum, requests=in_flight)
     if in_flight is not None:
         return partial(BufferedSum, in_flight=in_flight)
     if isinstance(plan.mechanism, RobustMean):
-        plan.mechanism.check(plan.sampler.expected_size)
         return RobustAggregation
     return _AGGREGATIONS[type(plan.placement)]
 
@@ -383,7 +422,7 @@ def _extras_of(
     clients: ClientTraining,
     server_optimizer: ServerOptimizer,
     train_metrics: TrainMetrics | None,
-    in_flight: InFlight | None,
+    in_flight: InFlight | Requests | None,
 ) -> dict[str, Extra]:
     """The extras of a round, by name, in the order in which they are called."""
     extras: dict[str, Extra] = {} if in_flight is None else {"in-flight": in_flight}

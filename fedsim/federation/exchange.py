@@ -8,6 +8,7 @@ that does not recognise them.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedsim.array_types import Ints
@@ -157,6 +159,23 @@ class Instructions(Iterable[Message]):
         for key, record in {self.keys.arrays: self.arrays, **self.records}.items():
             content[key] = same_arrays(record)
         return Message(content, node_id, self.message_type)
+
+
+class Exchange(Iterable[Message]):
+    """A round's messages that are sent and answered one by one, not all at once.
+
+    `run_to_end` calls `over`; whoever iterates over it without is refused.
+    """
+
+    @abstractmethod
+    def over(self, grid: Grid, timeout: float | None) -> Iterable[Message]:
+        """The replies: as they are iterated over, messages are sent over the grid and received.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds that a client may take.
+        """
 
 
 @dataclass

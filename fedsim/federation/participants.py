@@ -42,6 +42,11 @@ class Availability:
         Which of the clients sampled for an evaluation can be reached, likewise.
     schedule : ReleaseSchedule, optional
         Of a buffered cohort: who trains which version when.
+    real_time : bool
+        With a buffered cohort: whether clients take real time, as they do over a network. Each has
+        the seconds of the schedule, and is a zero in its release if it has not answered by then.
+        Without a schedule a release is made of the answers that come first, which a private run
+        may not.
     node_timeout : float
         Seconds to wait for ``min_available_nodes`` clients before a round.
     max_failed_rounds : int
@@ -52,6 +57,7 @@ class Availability:
     replying: AvailabilityRule | None = None
     reachable: AvailabilityRule | None = None
     schedule: ReleaseSchedule | None = None
+    real_time: bool = False
     node_timeout: Annotated[float, Ge(0)] = 180.0
     max_failed_rounds: Annotated[int, Ge(1)] = 3
 
@@ -94,7 +100,7 @@ class Participants:
         self.population = declared_population(plan.sampler)
         # A copy, since a sampler's state belongs to one run and the plan may be used in several.
         self._cohort = copy.deepcopy(plan.sampler)
-        self._schedule = availability.schedule
+        self._schedule, self._real_time = availability.schedule, availability.real_time
         self._randomness = randomness
         self._draws = Draws(randomness, level="client", amplified=plan.amplified)
         self._min_available = min_available
@@ -183,6 +189,8 @@ class Participants:
         """
         if self._schedule is not None:
             return self._schedule.starting(server_round)[0]
+        if self._real_time:  # they begin one by one (`ArrivingRequests`)
+            return np.empty(0, dtype=np.int64)
         sampled = np.asarray(self._cohort.draw(server_round, self._draws))
         # A user's sampler may draw clients unsorted, and one twice; its event charges it once, so
         # that it must take part once.

@@ -162,6 +162,14 @@ class Tally:
         self._has_replied = np.zeros(len(asked), dtype=np.bool_)
         self._doubts: list[tuple[Ints, Tensor, Reason]] = []
 
+    def expect(self, client: int) -> None:
+        """Count one of the absent clients among those asked."""
+        position = int(np.searchsorted(self._asked, client))
+        self._asked = np.insert(self._asked, position, client)
+        self._outcomes = np.insert(self._outcomes, position, REASONS.index("missing"))
+        self._has_replied = np.insert(self._has_replied, position, False)
+        self._absent -= 1
+
     def accept(self, block: Block) -> Block:
         """The part of a block that counts: clients asked, at their first reply, not failed."""
         position = np.searchsorted(self._asked, block.client_ids)

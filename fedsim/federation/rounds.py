@@ -15,6 +15,7 @@ from torch import Tensor
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
+from fedsim.federation.exchange import Exchange
 from fedsim.federation.state_tree import Tree
 from fedsim.federation.strategy_checks import refuse_other_arrays
 from fedsim.rows import Layout
@@ -272,7 +273,10 @@ def run_to_end(rounds: Rounds, grid: Grid, timeout: float | None) -> Result:
     try:
         messages = next(rounds)
         while True:
-            messages = rounds.send(grid.send_and_receive(messages, timeout=timeout))
+            if isinstance(messages, Exchange):
+                messages = rounds.send(messages.over(grid, timeout))
+            else:
+                messages = rounds.send(grid.send_and_receive(messages, timeout=timeout))
     except StopIteration as end:
         result: Result = end.value
         return result

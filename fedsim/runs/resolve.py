@@ -322,6 +322,7 @@ def make_strategy(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
             replying=resolved.devices.replying,
             reachable=resolved.devices.reachable,
             schedule=resolved.devices.schedule,
+            real_time=config.engine.name == "deployment" and config.cohort.name == "buffered",
             node_timeout=config.engine.node_timeout,
             max_failed_rounds=config.server.max_failed_rounds,
         ),

@@ -27,6 +27,7 @@ from fedsim.mechanisms.scaling import ScalingMechanism, clip_factor
 from fedsim.privacy import Ledger
 from fedsim.privacy.laws import Full, Participation
 from fedsim.privacy.noise.lambda_cgd import LambdaCGD
+from fedsim.runs.resolve import resolve
 
 PRIVATE = {
     "mechanism": {"name": "clipping", "clip-norm": 1.0},
@@ -115,6 +116,7 @@ COHORTS: dict[str, list[dict[str, object]]] = {
     "separated": [{"separation": 4}, {"separation": 3, "max-participations": 2}],
     "allocation": [{"participations": 2}, {"participations": 4, "blocks": True}],
     "fixed": [{"size": 10}],
+    "buffered": [{}, {"participations": 3}, {"participations": 3, "separation": 4}],
 }
 
 
@@ -144,6 +146,7 @@ def test_no_noise_of_a_servers_gets_round_the_least_multiplier(tmp_path, noise):
             "rounds": ROUNDS,
             "noise": {"name": noise, "multiplier": multiplier, **options},
             "cohort": {"name": cohort, **of_cohort},
+            **({"devices": {"duration": 60.0}} if cohort == "buffered" else {}),
         }
         try:
             run = config(**tables)
@@ -151,7 +154,10 @@ def test_no_noise_of_a_servers_gets_round_the_least_multiplier(tmp_path, noise):
         except FedsimError:
             continue  # nobody can run it
         exact = plan.noise.multiplier
-        exact /= combined_sensitivity(plan) if plan.noise.correlated else 1
+        if plan.noise.correlated:
+            exact /= combined_sensitivity(plan)
+        elif cohort == "buffered":  # as many Gaussians as releases that a client can be in
+            exact /= math.sqrt(plan.sampler.participation(ROUNDS).participations)
         try:
             policy.check(run)
         except FedsimError:
@@ -162,6 +168,43 @@ def test_no_noise_of_a_servers_gets_round_the_least_multiplier(tmp_path, noise):
             assert exact >= FLOOR * (1 - 1e-9), tables
     assert admitted
     assert refused
+
+
+BUFFERED = {
+    "rounds": 6,
+    "cohort": {"name": "buffered", "concurrency": 40, "buffer": 20, "participations": 4},
+    "devices": {"duration": 60.0},
+}
+
+
+def test_noise_of_a_buffered_cohort_is_shared_by_the_releases_of_a_client(tmp_path):
+    policy = Policy.load(node(tmp_path, "least-noise-multiplier = 1.0"))
+    policy.check(config(**BUFFERED, noise={"multiplier": 2.0}))
+    with pytest.raises(
+        FedsimError, match=r"noise.multiplier = 1.9, over the root of the releases .*, is 0.95; "
+    ):
+        policy.check(config(**BUFFERED, noise={"multiplier": 1.9}))
+
+
+def test_a_private_buffered_run_without_declared_seconds_is_no_run_for_a_node(on_a_node):
+    on_a_node("")
+    flat = config(**BUFFERED).to_run_config() | {"devices.duration": 0.0}
+    with pytest.raises(FedsimError, match=r"devices.duration = 0.0; it must be above 0"):
+        client_app.train(message("train"), Context(1, 7, {"partition-id": 0}, RecordDict(), flat))
+
+
+def test_a_node_answers_only_requests_that_are_in_the_public_schedule(tmp_path, monkeypatch):
+    run = config(**BUFFERED, client={"batch-size": 10})
+    schedule = resolve(run.replace(**{"engine.name": "local"})).devices.schedule
+    own = (schedule.client_ids == 0) & (schedule.releases > 0)
+    rounds = (schedule.versions[own] + 1).tolist()
+    assert 1 <= len(rounds) <= 4
+    for number in range(8):
+        if number in rounds:
+            assert trains(tmp_path, monkeypatch, "", run, round=number).has_content()
+            continue
+        with pytest.raises(FedsimError, match=f"in round {number}, in which the schedule of"):
+            trains(tmp_path, monkeypatch, "", run, round=number)
 
 
 @pytest.mark.parametrize(

@@ -618,7 +618,7 @@ def test_other_engines_give_the_bytes_of_the_local_one(engine: str, tmp_path: Pa
         ("client.steps", 0, "passes take as many steps"),
         ("devices.deadline", 9.0, "devices.deadline"),
         ("devices.trace-seconds", 9.0, "devices.trace"),
-        ("engine.name", "deployment", "which has no clock"),
+        ("devices.duration", 9.0, "0 with devices.duration"),
         ("rounds", 60, "would do"),
         ("cohort.buffer", 13, "it must be at most cohort.concurrency"),
     ],

@@ -36,6 +36,14 @@ CONFIG = RunConfig.parse(
         "engine": {"device": "cpu"},
     }
 )
+BUFFERED = RunConfig.parse(
+    {
+        **CONFIG.to_tree(),
+        "cohort": {"name": "buffered", "concurrency": 3, "buffer": 2, "participations": 7},
+        "mechanism": {"name": "clipping"},
+        "devices": {"duration": 10.0},
+    }
+)
 COMMAND = [sys.executable, "-m", "fedsim"]
 
 
@@ -76,10 +84,11 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", [CONFIG, BUFFERED], ids=["synchronous", "buffered"])
 def test_a_run_whose_server_died_goes_on_by_one_command_to_the_same_bytes(
-    federation: Federation, processes: Processes, tmp_path: Path
+    config: RunConfig, federation: Federation, processes: Processes, tmp_path: Path
 ) -> None:
-    (tmp_path / "run.toml").write_text(CONFIG.to_toml())
+    (tmp_path / "run.toml").write_text(config.to_toml())
 
     def server() -> StartedProcess:
         command = [*COMMAND, "deploy", "superlink", str(federation.superlink)]
@@ -122,7 +131,7 @@ def test_a_run_whose_server_died_goes_on_by_one_command_to_the_same_bytes(
     resumed = submit("resumed", "--resume")
     assert resumed.process.wait(400) == 0, resumed.tail(40)
     assert len(list(federation.runs.iterdir())) == 1
-    fedsim.run(CONFIG, out=tmp_path / "whole")
+    fedsim.run(config, out=tmp_path / "whole")
     left, whole = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "whole")
     assert left.model.read_bytes() == whole.model.read_bytes()
     ledgers = [Ledger.read(run.ledger, delta=1e-5) for run in (left, whole)]

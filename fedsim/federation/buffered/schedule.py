@@ -118,6 +118,19 @@ class ReleaseSchedule:
             digest.update(column.tobytes())
         return digest.hexdigest()
 
+    def check_code(self, code: object) -> None:
+        """Refuse the `code` of another schedule, with which a run began that is resumed.
+
+        Raises
+        ------
+        FedsimError
+        """
+        if code != self.code:
+            raise FedsimError(
+                "state= is of a run with another schedule of devices (Availability.schedule); it "
+                "must be the one that the run began with."
+            )
+
     @cached_property
     def _offsets(self) -> Ints:
         """Position of the first start of each version, and the number of all: ``[rounds + 1]``."""

@@ -75,6 +75,14 @@ def by_release(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     return states
 
 
+def weighted(plan: ReleasePlan[Mechanism], rows: Tensor, weights: Floats) -> tuple[Tensor, Floats]:
+    """Rows ``[n, d]`` and the weights with which a sum takes them, for weights of staleness."""
+    if isinstance(plan.mechanism, NoPrivacy) and (weights < 1).any():
+        # Without a bound the divisor is the sum of the weights, which staleness must not lower.
+        return rows * torch.from_numpy(weights).to(rows)[:, None], np.ones_like(weights)
+    return rows, weights
+
+
 @dataclass(frozen=True)
 class BufferedSumming(Summing):
     """How the rows of those who train a version are added to the sums of several releases.
@@ -100,10 +108,7 @@ class BufferedSumming(Summing):
         assert isinstance(total, ReleaseSums)
         releases = self.releases[np.searchsorted(self.client_ids, block.client_ids)]
         weights = self.staleness_weights(releases)
-        if isinstance(self.plan.mechanism, NoPrivacy) and (weights < 1).any():
-            # Without a bound the divisor is the sum of the weights, which staleness must not lower.
-            rows = rows * torch.from_numpy(weights).to(rows)[:, None]
-            weights = np.ones_like(weights)
+        rows, weights = weighted(self.plan, rows, weights)
         if (releases == self.round).all():
             return total.add(
                 DenseRows(rows), weights=weights, side_scalars=self.side_scalars(block)
@@ -138,23 +143,6 @@ class InFlight(Extra):
         self.sums: dict[int, PartialSum] = {}
         self._restored: dict[int, Mapping[str, Tensor]] = {}
 
-    @classmethod
-    def of(
-        cls,
-        schedule: ReleaseSchedule | None,
-        plan: ReleasePlan[Mechanism],
-        algorithm: LocalAlgorithm | None,
-    ) -> InFlight | None:
-        """None for a cohort that is not buffered.
-
-        Raises
-        ------
-        FedsimError
-            If the plan and its clients cannot be buffered, or have no schedule.
-        """
-        check_buffered(plan, schedule, algorithm)
-        return None if schedule is None else cls(schedule)
-
     def begin(self, sums: ReleaseSums, round: int) -> None:
         """Give the round's empty sums what earlier rounds have added to them, and to later ones."""
         for release, state in self._restored.items():
@@ -182,17 +170,27 @@ class InFlight(Extra):
         FedsimError
             If it is of another schedule.
         """
-        if state["schedule"] != self.schedule.code:
-            raise FedsimError(
-                "state= is of a run with another schedule of devices (Availability.schedule); it "
-                "must be the one that the run began with."
-            )
+        self.schedule.check_code(state["schedule"])
         self.sums = {}
         self._restored = {int(release): dict(sums) for release, sums in state["sums"].items()}
 
 
 @dataclass(eq=False)
-class BufferedSum(ServerSum):
+class BufferSum(ServerSum):
+    """Releases the sum of the updates in a buffer, divided by its size."""
+
+    def release(self) -> Release:
+        """The round's one release: the sum divided by the size of the buffer, failed or not."""
+        release = super().release()
+        if isinstance(self.plan.mechanism, NoPrivacy):
+            # Without a bound the sum is divided by the number of usable rows.
+            share = self.total.count / self.plan.denominator
+            return release if share == 1 else replace(release, mean=release.mean * share)
+        return release
+
+
+@dataclass(eq=False)
+class BufferedSum(BufferSum):
     """Trains a version, and releases the sum that is complete with it.
 
     The ledger's line is written before anything is trained: what is added to sums of later releases
@@ -223,20 +221,14 @@ class BufferedSum(ServerSum):
             self.in_flight.begin(total, self.instructions.round)
         return total
 
-    def release(self) -> Release:
-        """The round's one release: the sum divided by the size of the buffer, failed or not."""
-        release = super().release()
-        if isinstance(self.plan.mechanism, NoPrivacy):
-            # Without a bound the sum is divided by the number of usable rows.
-            share = self.total.count / self.plan.denominator
-            return release if share == 1 else replace(release, mean=release.mean * share)
-        return release
-
 
 def check_buffered(
     plan: ReleasePlan[Mechanism],
     schedule: ReleaseSchedule | None,
     algorithm: LocalAlgorithm | None,
+    *,
+    real_time: bool,
+    protects: bool,
 ) -> None:
     """Refuse what assumes that all clients of a release train the same version.
 
@@ -247,6 +239,8 @@ def check_buffered(
         As given with the strategy.
     algorithm : LocalAlgorithm or None
         The clients', if it is known.
+    real_time, protects : bool
+        Whether clients take real time; and whether the run claims privacy.
 
     Raises
     ------
@@ -254,13 +248,20 @@ def check_buffered(
     """
     sampler = plan.sampler
     if not isinstance(sampler, Buffered):
-        if schedule is not None:
-            raise FedsimError(
-                f"availability.schedule is given, and the cohort (cohort.name) is "
-                f"'{sampler.name}'; it must be left out, unless the cohort is buffered."
-            )
+        for name, given in (("schedule", schedule is not None), ("real_time", real_time)):
+            if given:
+                raise FedsimError(
+                    f"availability.{name} is given, and the cohort (cohort.name) is "
+                    f"'{sampler.name}'; it must be left out, unless the cohort is buffered."
+                )
         return
-    if schedule is None or schedule.cohort != sampler or plan.rounds != sampler.rounds:
+    if schedule is None and real_time and protects:
+        raise FedsimError(
+            "availability.schedule (devices.duration) must be given in a private run, also with "
+            "real_time: in which order clients answer may depend on their data."
+        )
+    wrong = schedule is not None and schedule.cohort != sampler
+    if wrong or plan.rounds != sampler.rounds or (schedule is None and not real_time):
         raise FedsimError(
             "availability.schedule must be given with a buffered cohort (cohort.name): "
             "ReleaseSchedule.of this cohort, whose number of rounds is that of the plan (rounds=)."

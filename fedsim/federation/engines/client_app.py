@@ -193,6 +193,28 @@ def _with_time_limit(seconds_for: Callable[[Context], float]) -> Mod:
     return limited
 
 
+def held(seconds_for: Callable[[Context], float]) -> Mod:
+    """Mod that holds an answer, or an error, until half of the task's declared seconds are over.
+
+    For buffered rounds in real time (``Availability.real_time``): when a node answers then says
+    nothing of its data, unless it needs longer. The other half is for the messages' way.
+
+    Parameters
+    ----------
+    seconds_for : callable
+        Returns the declared seconds for a node's context; 0 to hold nothing.
+    """
+
+    def hold(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        end = time.monotonic() + seconds_for(context) / 2
+        try:
+            return call_next(message, context)
+        finally:
+            time.sleep(max(0.0, end - time.monotonic()))
+
+    return hold
+
+
 def _client_ids(context: Context) -> Ints:
     return np.array([client_id(context.node_config)], dtype=np.int64)
 
