@@ -42,9 +42,9 @@ def _declared_seconds(context: Context) -> float:
 
 def _held(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Mod that holds the answers of tasks whose seconds are declared; also those of a refusal."""
-    from fedsim.federation.engines.client_app import held
+    from fedsim.federation.engines.client_app import hold_answers
 
-    return held(_declared_seconds)(message, context, call_next)
+    return hold_answers(_declared_seconds)(message, context, call_next)
 
 
 @app.train(mods=[answer_packed, _held])

@@ -26,7 +26,7 @@ from fedsim import regular_files
 from fedsim.array_types import Bools, Floats, Ints
 from fedsim.config.tables import ConfigTable, Needs, Refusals
 from fedsim.errors import FedsimError
-from fedsim.federation.buffered.schedule import ALWAYS, OpenTimes, ReleaseSchedule
+from fedsim.federation.buffered.schedule import ALWAYS, LATENESS, OpenTimes, ReleaseSchedule
 from fedsim.privacy.laws.buffered import Buffered
 from fedsim.privacy.laws.sampler import Sampler, declared_population
 from fedsim.randomness import Purpose, Randomness, Stream
@@ -181,13 +181,8 @@ class DevicesSection(ConfigTable, table="devices"):
 def assumption(config: Mapping[str, object]) -> str:
     """What a private run with a flat config assumes of devices and work; "" if nothing."""
     sentences = []
-    duration = config.get("devices.duration")
-    if duration and config.get("engine.name") == "deployment":
-        sentences.append(
-            "Assumed: whether a client's update is there when the declared seconds of its task are "
-            f"over (devices.duration = {duration:g}) does not depend on its data. One that is late "
-            "is a zero in its place."
-        )
+    if config.get("devices.duration") and config.get("engine.name") == "deployment":
+        sentences.append(LATENESS)
     usual = DevicesSection().to_tree()
     del usual["duration"]  # the same for all clients
     modelled = any(config.get(f"devices.{key}", value) != value for key, value in usual.items())

@@ -30,6 +30,7 @@ from fedsim.federation.buffered.real_time import (
     Requests,
     ScheduledRequests,
 )
+from fedsim.federation.buffered.schedule import LATENESS
 from fedsim.federation.buffered.sums import BufferedSum, InFlight, check_buffered
 from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, Plan
@@ -306,6 +307,8 @@ evaluate_metrics_aggr_fn
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
         statement = self.ledger.statement(self.delta)
+        if self.private and isinstance(self.extras.get("in-flight"), Requests):
+            statement = replace(statement, added_sentence=LATENESS)
         return statement if self.shows_clients else replace(statement, run=ReleaseSetting())
 
     def privacy_spent(self) -> PrivacySpent:

@@ -2,6 +2,7 @@
 
 from fedsim.arguments import explain_calls
 from fedsim.federation.aggregation.robust import Krum, Median, RobustMean, TrimmedMean
+from fedsim.federation.buffered.schedule import ReleaseSchedule
 from fedsim.federation.client_settings import ClientMetrics, ClientTraining, PrivateMetrics
 from fedsim.federation.dp_fedavg import DPFedAvg
 from fedsim.federation.optimizers import adam, sgd
@@ -20,6 +21,7 @@ __all__ = [
     "Krum",
     "Median",
     "PrivateMetrics",
+    "ReleaseSchedule",
     "RobustMean",
     "RoundReport",
     "Rounds",

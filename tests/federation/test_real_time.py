@@ -22,9 +22,9 @@ from fedsim.engines import LocalGrid, StreamingGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.buffered import real_time
-from fedsim.federation.buffered.schedule import ReleaseSchedule
+from fedsim.federation.buffered.schedule import LATENESS, ReleaseSchedule
 from fedsim.federation.engines import client_app as client_app_module
-from fedsim.federation.engines.client_app import held
+from fedsim.federation.engines.client_app import hold_answers
 from fedsim.federation.flower_internals import unavailable
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
 from fedsim.randomness import Randomness
@@ -175,6 +175,7 @@ def test_releases_have_the_bytes_of_the_virtual_clock_whoever_does_not_answer(
         StreamingGrid(network), initial(trainer), ROUNDS,
         on_round=lambda _, result: counts.append((strategy.report.asked, strategy.report.usable)),
     )  # fmt: skip
+    assert (LATENESS in str(strategy.privacy_statement())) == strategy.private
     failing = set() if fault == "none" else bad
     assert torch.equal(flat(result.arrays), made_virtually(failing, mechanism))
     inside = SCHEDULE.releases > 0
@@ -410,5 +411,5 @@ def test_a_node_holds_an_answer_and_an_error_alike(
     for seconds, end in ((20.0, 10.0), (4.0, 3.0), (0.0, 3.0)):
         clock.now = 0.0
         with pytest.raises(ArithmeticError) if raises else pytest.MonkeyPatch.context():
-            held(lambda _, seconds=seconds: seconds)(None, context, train)
+            hold_answers(lambda _, seconds=seconds: seconds)(None, context, train)
         assert clock.now == end

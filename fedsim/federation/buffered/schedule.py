@@ -33,6 +33,13 @@ MAX_TRIES = 10_000
 available, the place stays empty until the next."""
 
 
+LATENESS = (
+    "Assumed: whether a client's update is there when the declared seconds of its task are over "
+    "does not depend on its data. One that is late is a zero in its place."
+)
+"""What a private run in real time assumes."""
+
+
 class OpenTimes:
     """When devices are available. The base class: always."""
 

@@ -193,7 +193,7 @@ def _with_time_limit(seconds_for: Callable[[Context], float]) -> Mod:
     return limited
 
 
-def held(seconds_for: Callable[[Context], float]) -> Mod:
+def hold_answers(seconds_for: Callable[[Context], float]) -> Mod:
     """Mod that holds an answer, or an error, until half of the task's declared seconds are over.
 
     For buffered rounds in real time (``Availability.real_time``): when a node answers then says

@@ -1,0 +1,1 @@
+"""Logistic regression in numpy, federated by Flower in buffered asynchronous rounds."""
