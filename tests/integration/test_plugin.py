@@ -21,14 +21,17 @@ from flwr.app import Context, RecordDict
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.rehearsal import Rehearsal, Simulation, federation_config
 from fedsim.engines import LocalGrid
+from fedsim.federation.buffered.schedule import LATENESS
 from fedsim.privacy import epsilon
+from fedsim.privacy.losses import gaussian_epsilon
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
+FEDBUFF = PLUGIN.with_name("fedbuff")
 CONFIG = {"num-server-rounds": 5, "population": 10, "noise-multiplier": 1.4}
 
 
-def load(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(PLUGIN))
+def load(name, monkeypatch, app=PLUGIN):
+    monkeypatch.syspath_prepend(str(app))
     monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module(name)
 
@@ -88,6 +91,43 @@ def test_it_runs_as_networked_processes(tmp_path, monkeypatch):
         status = rehearsal.operator.follow(run_id, rehearsal.check)
         assert status == "finished:completed", rehearsal.operator.log(run_id)
     check(out, 3, nodes=4, noise=0.3)
+
+
+def fedbuff_config(**changes: object) -> dict:
+    table = tomllib.loads((FEDBUFF / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    return table["config"] | changes
+
+
+def test_buffered_rounds_run_in_one_process(tmp_path, monkeypatch, capsys):
+    client = load("fedbuff_app.client_app", monkeypatch, FEDBUFF).app
+    server = load("fedbuff_app.server_app", monkeypatch, FEDBUFF).app
+    config = fedbuff_config(out=str(tmp_path / "summary.json"))
+    grid = LocalGrid(client, num_nodes=20, run_config=config)
+    server(grid, Context(1, 0, {}, RecordDict(), config))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["accuracy"] > 0.8
+    assert found["epsilon"] == pytest.approx(gaussian_epsilon(3**0.5, 1e-3), rel=1e-6)
+    assert LATENESS not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.2, 0.0], ids=["declared seconds", "as they come"])
+def test_buffered_rounds_run_as_networked_processes(noise, tmp_path, monkeypatch):
+    apps = ("fedbuff_app.server_app:app", "fedbuff_app.client_app:app")
+    monkeypatch.setenv("PYTHONPATH", str(FEDBUFF), prepend=os.pathsep)
+    out, settings = tmp_path / "summary.json", {"real-time": True, "noise-multiplier": noise}
+    config = fedbuff_config(**settings, population=4, concurrency=3, buffer=2, out=str(out))
+    config |= {"num-server-rounds": 4, "duration": 10.0 if noise else 1.0}
+    with Rehearsal.temporary(4, apps=apps) as rehearsal:
+        rehearsal.start_all()
+        server, client = apps
+        app = write_app(tmp_path / "app", config, server_app=server, client_app=client)
+        run_id = rehearsal.operator.submit(app)
+        status = rehearsal.operator.follow(run_id, rehearsal.check)
+        log = rehearsal.operator.log(run_id)
+        assert status == "finished:completed", log
+    assert json.loads(out.read_text())["accuracy"] > 0.8
+    assert log.count("2 of 2 clients drawn are usable") == 4, log
 
 
 @contextmanager
