@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -47,7 +47,7 @@ from fedsim.privacy.laws.buffered import Buffered
 from fedsim.privacy.laws.sampler import declared_population
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows
-from fedsim.rows.block import Block
+from fedsim.rows.block import KEEP_SINCE, Block
 
 LONGEST_PAUSE = 0.5
 """Seconds at most from one look at the answers to the next."""
@@ -176,6 +176,16 @@ class ScheduledRequests(Requests):
         self._ends: dict[int, float] = defaultdict(float)  # of each release
         self._early: dict[int, list[Answer]] = defaultdict(list)
 
+    def send(self, instructions: Instructions) -> Instructions:
+        """The instructions; clients that keep state keep it for requests that are sent again."""
+        since = instructions.config.get(KEEP_SINCE)
+        if not isinstance(since, int):
+            return instructions
+        inside = self._schedule.releases > 0
+        latest = int((self._schedule.releases - self._schedule.versions)[inside].max())
+        config = ConfigRecord({**instructions.config, KEEP_SINCE: max(0, since - latest)})
+        return replace(instructions, config=config)
+
     def answers(
         self, grid: Grid, instructions: Instructions, timeout: float | None
     ) -> Iterator[Answer]:
@@ -285,7 +295,7 @@ def _of_version(instructions: Instructions, version: int, vector: Tensor) -> Ins
     assert instructions.layout is not None
     vector = vector.to(instructions.vector.device)
     named = to_arrays(vector, instructions.layout, tensors(instructions.arrays))
-    config = type(instructions.config)({**instructions.config, "server-round": version + 1})
+    config = ConfigRecord({**instructions.config, "server-round": version + 1})
     return replace(
         instructions, round=version + 1, vector=vector, arrays=array_record(named), config=config
     )

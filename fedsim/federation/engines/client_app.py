@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
+from fedsim.arguments import check_arguments
 from fedsim.array_types import Ints
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.aggregation.client_replies import training_reply
@@ -193,6 +194,7 @@ def _with_time_limit(seconds_for: Callable[[Context], float]) -> Mod:
     return limited
 
 
+@check_arguments
 def hold_answers(seconds_for: Callable[[Context], float]) -> Mod:
     """Mod that holds an answer, or an error, until half of the task's declared seconds are over.
 
