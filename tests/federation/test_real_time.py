@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from fedsim.federation.engines.client_app import hold_answers
 from fedsim.federation.flower_internals import unavailable
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
 from fedsim.randomness import Randomness
+from fedsim.rows.block import KEEP_SINCE
 from fedsim.strategies import Availability, DPFedAvg
 from fedsim.training import Trainer
 
@@ -117,11 +119,12 @@ COHORT = BufferedCohort(6, 3, participations=5, rounds=ROUNDS, population=CLIENT
 SCHEDULE = ReleaseSchedule.of(COHORT, SECONDS, 1)
 
 
-def trainer_of() -> Trainer:
+def trainer_of(**settings: object) -> Trainer:
     data = make_data([9, 7, 9, 4, 12, 9, 8, 10, 9, 3, 9, 11], dtype=torch.float64)
     return Trainer(
-        make_mlp(dtype=torch.float64), SGD(lr=0.3), data, batch_size=4, randomness=Randomness(3)
-    )
+        make_mlp(dtype=torch.float64), SGD(lr=0.3, momentum=0.5), data, batch_size=4,
+        randomness=Randomness(3), **settings,
+    )  # fmt: skip
 
 
 def strategy_of(real: bool = True, mechanism: Mechanism | None = None, **available) -> DPFedAvg:
@@ -224,6 +227,27 @@ def test_a_run_resumed_after_any_release_ends_with_the_same_bytes(clock: Clock) 
         other.start(network, arrays, ROUNDS, state=state)
     with pytest.raises(FedsimError, match="with the settings of this strategy"):
         strategy_of(real=False).start(network, arrays, ROUNDS, state=state)
+
+
+def test_clients_keep_the_state_from_which_a_request_is_trained_again(
+    clock: Clock, tmp_path: Path
+) -> None:
+    trainer = trainer_of(state="client")
+    virtual = strategy_of(real=False, replying=lambda _, ids: np.ones(len(ids), dtype=bool))
+    whole = flat(virtual.start(LocalGrid(trainer), initial(trainer), ROUNDS).arrays)
+    for number in (3, 5):
+        trainer = trainer_of(state="client", state_dir=tmp_path / str(number))
+        network, states = Network(trainer, clock, 0.6 * SECONDS), {}
+        strategy, keep = strategy_of(), ConfigRecord({KEEP_SINCE: number})
+        strategy.start(
+            network, initial(trainer), number + 3, train_config=keep,
+            on_round=lambda n, result, of=strategy, at=states: at.update(
+                {n: (of.state(), result.arrays)}
+            ),
+        )  # fmt: skip
+        state, arrays = states[number]
+        resumed = strategy_of().start(network, arrays, ROUNDS, train_config=keep, state=state)
+        assert torch.equal(flat(resumed.arrays), whole)
 
 
 def test_a_vector_in_flight_is_not_the_servers_own(clock: Clock) -> None:
