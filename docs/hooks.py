@@ -44,7 +44,7 @@ BENCHMARKS = (
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is made, and the repository's own pages, to the files of the site."""
     notebook, drawn = notebook_page(
-        ROOT / "examples" / "notebook" / "first_run.ipynb", "pictures/notebook"
+        ROOT / "examples" / "notebooks" / "first_run.ipynb", "pictures/notebook"
     )
     for name, png in drawn.items():
         files.append(File.generated(config, f"pictures/notebook/{name}", content=png))
