@@ -55,7 +55,7 @@ def write_features(extractor: Extractor, data: Path, path: Path) -> None:
     from torchvision.models import resnet18  # seconds to import, and most runs need none of it
 
     dataset = datasets.load(extractor.dataset, directory=data)
-    if dataset.input_shape[0] != 3 or dataset.train.x.dtype != torch.uint8:
+    if dataset.train.x.shape[1] != 3 or dataset.train.x.dtype != torch.uint8:
         raise FedsimError(
             f"features.dataset is '{extractor.dataset}', of shape {dataset.input_shape}; it must "
             "be a data set of images of three channels, such as cifar100."

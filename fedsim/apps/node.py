@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fedsim import datasets
 from fedsim.array_types import Ints
 from fedsim.config import RunConfig
 from fedsim.datasets import Split
+from fedsim.datasets.array_checks import input_names
 from fedsim.datasets.tables import is_table
 from fedsim.deploy.certificates import write_private
 from fedsim.deploy.policy import NODE, Policy
@@ -201,7 +202,9 @@ def write_client_data(
     dataset, owned = data.dataset, data.client_test_indices
     images = getattr(config.data, "layout", "auto") == "auto"
     # A client may lack examples of some classes or tokens, so the file declares their numbers.
-    sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
+    sizes: dict[str, Any] = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
+    if isinstance(dataset.vocabulary, Mapping):
+        sizes |= {f"vocabulary_{name}": size for name, size in sizes.pop("vocabulary").items()}
     about: dict[str, Any] = {name: np.array(size) for name, size in sizes.items() if size}
     for name, values in (("mean", dataset.mean), ("std", dataset.std)):
         if values is not None:
@@ -222,12 +225,11 @@ def write_client_data(
 
 def _arrays(split: Split, part: str, images: bool) -> dict[str, Any]:
     """Arrays of a split, by their names in a file."""
-    x = split.x.numpy()
-    if x.ndim == 4 and (images or x.dtype == np.uint8):
-        x = x.transpose(0, 2, 3, 1)  # channels last, as images are written
-    arrays = {"x": x, "y": split.y.numpy(), **split.columns}
-    if split.mask is not None:
-        arrays["mask"] = split.mask.numpy()
+    arrays = split.arrays()
+    for name in input_names(arrays):
+        x = arrays[name]
+        if x.ndim == 4 and (images or x.dtype == np.uint8):
+            arrays[name] = x.transpose(0, 2, 3, 1)  # channels last, as images are written
     # An array of Python strings would be written as a pickle, which no reader takes.
     return {
         f"{name}_{part}": array.astype(np.str_) if array.dtype.hasobject else array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from fedsim.array_types import Array
 from fedsim.errors import FedsimError, printable
+from fedsim.named_tensors import require_names
 
 AxisOrder = Literal["auto", "as-is"]
 
@@ -33,7 +34,8 @@ def checked_split(
     ----------
     split : "train" or "test"
     arrays : mapping of name to array
-        ``x`` and ``y``; ``mask`` and named columns, if there are any.
+        ``x``, or each of several inputs as ``x_NAME``, and ``y``; ``mask`` and named columns, if
+        there are any.
     layout : "auto" or "as-is"
         Whether floating-point arrays of 3 or 4 dimensions are read as images.
     where : str
@@ -52,31 +54,41 @@ def checked_split(
             f"{where}: its {split} examples are {type(arrays).__name__}; they must be a mapping of "
             "names ('x', 'y', ...) to arrays."
         )
-    missing = [key for key in ("x", "y") if key not in arrays]
-    if missing:
-        raise FedsimError(f"{where} lacks {missing[0]}_{split}.")
+    inputs = input_names(arrays)
+    missing = [] if "y" in arrays else ["y"]
+    for key in missing if inputs else ["x"]:
+        raise FedsimError(f"{where} lacks {key}_{split}.")
+    require_names([name.removeprefix("x_") for name in inputs if name != "x"], where)
     checked = {key: np.asanyarray(array) for key, array in arrays.items()}
-    x, y = checked["x"], checked["y"]
-    checked["x"] = _inputs(f"x_{split}", x, layout, where, protected)
-    if not protected:
-        _require_finite(f"x_{split}", checked["x"], None, where)
+    y = checked["y"]
+    for name in inputs:
+        x = checked[name]
+        checked[name] = _inputs(f"{name}_{split}", x, layout, where, protected)
+        if not protected:
+            _require_finite(f"{name}_{split}", checked[name], None, where)
     mask = checked.get("mask")
     if mask is not None:
         checked["mask"] = mask = _mask(f"mask_{split}", mask, y, where, protected)
     checked["y"] = _targets(f"y_{split}", y, where, protected)
     if not protected:
         _require_finite(f"y_{split}", checked["y"], mask, where)
-    require_targets(split, len(x), len(y), where)
-    for name in checked.keys() - {"x", "y", "mask"}:
-        checked[name] = _column(f"{name}_{split}", checked[name], len(x), where)
+    for name in inputs:
+        require_targets(f"{name}_{split}", split, len(checked[name]), len(y), where)
+    for name in checked.keys() - {*inputs, "y", "mask"}:
+        checked[name] = _column(f"{name}_{split}", checked[name], len(y), where)
     return checked
 
 
-def require_targets(split: str, examples: int, targets: int, where: str) -> None:
+def input_names(names: Collection[str]) -> list[str]:
+    """Which arrays of a split are a model's inputs: ``x``, or else all ``x_NAME``, sorted."""
+    return ["x"] if "x" in names else sorted(name for name in names if name.startswith("x_"))
+
+
+def require_targets(key: str, split: str, examples: int, targets: int, where: str) -> None:
     """Raise FedsimError unless a split has a target for each of its examples."""
     if examples != targets:
         raise FedsimError(
-            f"{where} has {examples} examples in x_{split} but {targets} labels in y_{split}; "
+            f"{where} has {examples} examples in {key} but {targets} labels in y_{split}; "
             "there must be one label or other target for each example."
         )
 
@@ -85,24 +97,20 @@ _Arrays = dict[str, Array]
 
 
 def _inputs(key: str, array: Array, layout: AxisOrder, where: str, protected: bool) -> Array:
-    """Checked inputs: images (moved to channels first), floating features, or tokens."""
+    """Checked inputs: images (moved to channels first), features, or tokens."""
     kind = array.dtype.kind
-    if kind not in "uif":
+    if kind not in "uifb":
         raise FedsimError(
             f"{where} has {key} of dtype {array.dtype}; images must be uint8 (0 to 255), "
-            "features float32 or float64, tokens integers."
+            "features numbers or booleans, tokens integers."
         )
-    image = array.dtype == np.uint8
+    image = array.dtype == np.uint8 and array.ndim > 2
     floating = kind == "f"
-    if array.ndim < 2 or 0 in array.shape or (image and array.ndim > 4):
+    least = 2 if key in ("x_train", "x_test") else 1  # one of several may be a number
+    if array.ndim < least or 0 in array.shape or (image and array.ndim > 4):
         raise FedsimError(
             f"{where} has {key} of shape {array.shape}; images must be [N, H, W] or "
             "[N, H, W, C], features [N, d], tokens [N, L], with none of these zero."
-        )
-    if array.ndim == 2 and image:
-        raise FedsimError(
-            f"{where} has {key} of shape {array.shape} and dtype uint8; flat features [N, d] "
-            "must be float32 or float64, tokens int64, and images [N, H, W] or [N, H, W, C]."
         )
     pictures = image or (floating and layout == "auto" and array.ndim in (3, 4))
     channels_first = array.ndim == 4 and array.shape[3] > MAX_CHANNELS >= array.shape[1]
@@ -209,8 +217,45 @@ class Size:
     found_in: Literal["", "train", "test"] = ""
 
 
+def found_vocabulary(
+    vocabulary: int | Mapping[str, int],
+    train: _Arrays,
+    test: _Arrays,
+    where: str,
+    protected: bool = False,
+) -> dict[str, Size]:
+    """Number of tokens of each array of inputs, by the array's name; see `found_size`.
+
+    Parameters
+    ----------
+    vocabulary : int, or (of several inputs) a mapping of their names to int
+        Declared numbers; 0 to use the number found in the data. One number is for all inputs that
+        are integers.
+
+    Raises
+    ------
+    FedsimError
+        As of `found_size`, and if an input is declared that does not exist.
+    """
+    inputs = input_names(train)
+    if isinstance(vocabulary, Mapping):
+        if unknown := [name for name in vocabulary if f"x_{name}" not in inputs]:
+            raise FedsimError(
+                f"{where} has vocabulary_{unknown[0]}, but no input of that name; its inputs are "
+                f"{', '.join(name.removeprefix('x_') for name in inputs)}."
+            )
+        declared = {name: vocabulary.get(name.removeprefix("x_"), 0) for name in inputs}
+    else:
+        tokens = [name for name in inputs if train[name].dtype.kind == "i"] or inputs
+        declared = {name: vocabulary if name in tokens else 0 for name in inputs}
+    return {
+        name: found_size(name, number, train, test, where, protected)
+        for name, number in declared.items()
+    }
+
+
 def found_size(
-    key: str, declared: int, train: _Arrays, test: _Arrays, where: str, protected: bool = False
+    name: str, declared: int, train: _Arrays, test: _Arrays, where: str, protected: bool = False
 ) -> Size:
     """Number of classes or tokens; 0 if the targets are not classes or the inputs not tokens.
 
@@ -219,8 +264,8 @@ def found_size(
 
     Parameters
     ----------
-    key : "classes" or "vocabulary"
-        Which of the two to count.
+    name : "y" or name of an array of inputs
+        Array in which to count.
     declared : int
         The declared number; 0 to use the number found in the data.
 
@@ -229,7 +274,7 @@ def found_size(
     FedsimError
         If there are more than declared, or a label or token is negative or too large.
     """
-    name, noun = ("y", "label") if key == "classes" else ("x", "token")
+    key, noun = ("classes", "label") if name == "y" else ("vocabulary", "token")
     arrays = train[name], test[name]
     if not 0 <= declared <= MAX_CLASSES:
         raise FedsimError(
@@ -285,11 +330,11 @@ def with_unusable(arrays: _Arrays, sizes: Mapping[str, Size], split: str) -> _Ar
     make their client's update not finite, or their own gradient count as zero.
     """
     made, marks = dict(arrays), arrays.get(UNUSABLE)
-    unusable = np.zeros(len(arrays["x"]), dtype=np.bool_)
+    unusable = np.zeros(len(arrays["y"]), dtype=np.bool_)
     if marks is not None and marks.dtype.kind == "b":  # marked already, in a client's own file
         unusable |= marks
-    for name, size in (("y", sizes["classes"].size), ("x", sizes["vocabulary"].size)):
-        array, stop = arrays[name], 0
+    for name, found in sizes.items():
+        array, size, stop = arrays[name], found.size, 0
         for piece, counts in _pieces(array, arrays.get("mask") if name == "y" else None):
             start, stop = stop, stop + len(piece)
             if not size or (piece.min() >= 0 and piece.max() < size):
@@ -358,9 +403,11 @@ TINY = 1e-20
 
 
 def statistics(
-    mean: Sequence[float] | None, std: Sequence[float] | None, inputs: Array, where: str
+    mean: Sequence[float] | None, std: Sequence[float] | None, inputs: Array | None, where: str
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
     """Checked mean and standard deviation, one number per channel or feature.
+
+    ``inputs`` are None if a model has several, which are not normalised.
 
     Raises
     ------
@@ -369,6 +416,10 @@ def statistics(
     """
     if mean is None and std is None:
         return None, None
+    if inputs is None:
+        raise FedsimError(
+            f"{where} has a mean and std, and several inputs by name; only one, x, is normalised."
+        )
     normal = inputs.ndim in (2, 4) and inputs.dtype.kind != "i"
     channels = inputs.shape[1]
     given = [

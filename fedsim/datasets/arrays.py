@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +26,7 @@ from fedsim.errors import FedsimError
 from fedsim.process import refuse_larger_than_memory
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
+SPLITS = ("train", "test")
 STATISTICS = ("mean", "std")
 DECLARED = ("classes", "vocabulary")
 
@@ -41,11 +42,12 @@ class Arrays:
     Attributes
     ----------
     train, test : mapping of name to array
-        ``x``, ``y``, and ``mask`` and other columns if the file has them.
+        ``x`` (or, of several inputs, each as ``x_NAME``), ``y``, and ``mask`` and other columns if
+        the file has them.
     mean, std : list of float, or None
         Statistics for normalising; None if the file has none.
     classes, vocabulary : int
-        Declared numbers of classes and tokens; 0 if not declared.
+        Declared numbers of classes and tokens, of several inputs by name; 0 if not declared.
     found_in : mapping of str to "train" or "test"
         Properties found in the examples instead of being declared (``mean`` and ``types`` of
         tables), and the split in which they were found.
@@ -60,7 +62,7 @@ class Arrays:
     mean: list[float] | None = None
     std: list[float] | None = None
     classes: int = 0
-    vocabulary: int = 0
+    vocabulary: int | Mapping[str, int] = 0
     found_in: Mapping[str, str] = field(default_factory=dict)
     feature_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
@@ -75,14 +77,17 @@ class Arrays:
         TypeError, ValueError, OverflowError
             If a statistic is not numbers, or a declared number is not one whole number.
         """
-        for name in (*STATISTICS, *DECLARED):
-            if name in arrays:
-                _require_small(name, arrays[name].shape)
+        for name, array in arrays.items():
+            _require_small(name, array.shape)
         train, test = (
             {name.removesuffix(end): array for name, array in arrays.items() if name.endswith(end)}
             for end in ("_train", "_test")
         )
         settings: dict[str, Any] = {k: _whole(k, arrays[k]) for k in DECLARED if k in arrays}
+        if of_inputs := [name for name in arrays if is_vocabulary(name) and name not in DECLARED]:
+            settings["vocabulary"] = {
+                name.removeprefix("vocabulary_"): _whole(name, arrays[name]) for name in of_inputs
+            }
         settings |= {k: [float(v) for v in arrays[k].ravel()] for k in STATISTICS if k in arrays}
         return cls(train, test, **settings)
 
@@ -156,7 +161,7 @@ def read_folder(path: Path) -> Arrays:
     try:
         return Arrays.from_named_arrays(arrays)
     except (TypeError, ValueError, OverflowError) as error:
-        single = " and ".join(f"{name}.npy" for name in (*STATISTICS, *DECLARED) if name in arrays)
+        single = " and ".join(f"{name}.npy" for name in arrays if is_single(name))
         raise FedsimError(
             f"{single} of {path} could not be read ({cause(error)}); there must be numbers."
         ) from error
@@ -180,33 +185,54 @@ def _expect_batches(array: Array) -> None:
 def _used(path: Path, names: Iterable[str]) -> list[str]:
     """Names of the arrays to read, after checking that the required ones are there."""
     distinct = list(dict.fromkeys(names))
-    missing = [key for key in KEYS if key not in distinct]
-    if missing:
+    if missing := missing_keys(distinct):
         raise FedsimError(
             f"{path} lacks {', '.join(missing)} and holds {shortened(distinct)}; it must hold "
             f"{_wanted()}."
         )
-    single = (*STATISTICS, *DECLARED)
     return [
         name
         for name in distinct
-        if name in single or (name.endswith(("_train", "_test")) and name.isprintable())
+        if is_single(name) or (name.endswith(("_train", "_test")) and name.isprintable())
     ]
+
+
+def missing_keys(names: Collection[str]) -> list[str]:
+    """Those of `KEYS` that are not among the names; ``x_NAME_train`` stand for ``x_train``."""
+    inputs = {f"x_{split}" for name in names for split in SPLITS if _is_input(name, split)}
+    return [key for key in KEYS if key not in names and key not in inputs]
+
+
+def _is_input(name: str, split: str) -> bool:
+    return name.startswith("x_") and name.endswith(f"_{split}") and len(name) > len(f"x__{split}")
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether an array is a declared number of tokens, of all inputs or of one of several."""
+    is_of_input = name.startswith("vocabulary_") and not name.endswith(("_train", "_test"))
+    return name == "vocabulary" or is_of_input
+
+
+def is_single(name: str) -> bool:
+    """Whether an array is one for both splits: a statistic or a declared number."""
+    return name in (*STATISTICS, *DECLARED) or is_vocabulary(name)
 
 
 def _require_one_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Refuse arrays of a split that differ in length, before any of them is read."""
     for split in ("train", "test"):
-        examples = (shapes[f"x_{split}"] or (0,))[0]
+        inputs = (key for key in sorted(shapes) if _is_input(key, split))
+        first = f"x_{split}" if f"x_{split}" in shapes else next(inputs)
+        examples = (shapes[first] or (0,))[0]
         for key, shape in shapes.items():
             if not examples or not shape or not key.endswith(f"_{split}"):
                 continue
             if key == f"y_{split}":
-                require_targets(split, examples, shape[0], str(path))
+                require_targets(first, split, examples, shape[0], str(path))
             elif shape[0] != examples:
                 raise FedsimError(
                     f"{path} has {key} of shape {shape}; it must have one entry for each of the "
-                    f"{examples} examples of x_{split}."
+                    f"{examples} examples of {first}."
                 )
 
 
@@ -245,7 +271,7 @@ def _header(key: str, file: IO[bytes]) -> tuple[tuple[int, ...], int]:
 def _require_small(key: str, shape: tuple[int, ...]) -> None:
     if key in STATISTICS and math.prod(shape) > MAX_STATISTICS:
         raise ValueError(f"{key} has the shape {shape}, not one number per channel or feature")
-    if key in DECLARED and math.prod(shape) != 1:
+    if (key in DECLARED or is_vocabulary(key)) and math.prod(shape) != 1:
         raise ValueError(f"{key} has the shape {shape}, not one number")
 
 

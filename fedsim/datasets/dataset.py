@@ -16,12 +16,15 @@ from fedsim.datasets.array_checks import (
     Size,
     checked_split,
     found_size,
+    found_vocabulary,
+    input_names,
     shortened,
     statistics,
     with_unusable,
 )
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
+from fedsim.named_tensors import NamedTensors, by_name
 from fedsim.settings import check_settings
 
 
@@ -31,9 +34,12 @@ class Split:
 
     Attributes
     ----------
-    x : Tensor ``[N, ...]``
+    x : Tensor ``[N, ...]``, or NamedTensors
         Inputs: uint8 images ``[N, C, H, W]``, which become floating point (divided by 255) only
-        when a batch is gathered; floating numbers of any shape; or integers, which are tokens.
+        when a batch is gathered; features, which are floating numbers of any shape, or uint8
+        ``[N, d]`` or booleans; or other integers, which are tokens. `NamedTensors`
+        are for a model with several inputs: ``model.forward(**batch)``, where booleans stay
+        booleans.
     y : Tensor ``[N, ...]``
         Targets: integers are classes, of an example or of each of its positions; floating numbers
         are regression targets, one or a vector per example.
@@ -53,13 +59,15 @@ class Split:
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, tensor in (("x", self.x), ("y", self.y), ("mask", self.mask)):
+        inputs = self.x.tensors if isinstance(self.x, NamedTensors) else {"x": self.x}
+        for name, tensor in (*inputs.items(), ("y", self.y), ("mask", self.mask)):
             if not isinstance(tensor, torch.Tensor) and not (name == "mask" and tensor is None):
                 raise FedsimError(
                     f"{name} of a Split is {type(tensor).__name__}; it must be a torch.Tensor "
                     "(Dataset.from_arrays takes arrays)."
                 )
         counts = {"y": len(self.y)} | ({} if self.mask is None else {"mask": len(self.mask)})
+        counts |= {f"x['{name}']": len(tensor) for name, tensor in inputs.items()}
         if not isinstance(self.columns, Mapping):
             raise FedsimError(
                 f"columns of a Split are {type(self.columns).__name__}; they must be a mapping of "
@@ -81,6 +89,14 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def arrays(self) -> dict[str, Array]:
+        """Its arrays by their names in a file, without ``_train`` or ``_test``."""
+        tensors = {"x": self.x}
+        if isinstance(self.x, NamedTensors):
+            tensors = {f"x_{name}": one for name, one in self.x.tensors.items()}
+        tensors |= {"y": self.y} if self.mask is None else {"y": self.y, "mask": self.mask}
+        return {**self.columns, **{k: t.detach().cpu().numpy() for k, t in tensors.items()}}
 
     def to(self, device: torch.device | str) -> Split:
         """Move every tensor to ``device``; dtypes stay."""
@@ -107,8 +123,9 @@ class Dataset:
         Of equal shapes but for the number of examples.
     num_classes : int
         Number of classes: targets are 0 .. ``num_classes`` - 1. 0 if targets are not classes.
-    vocabulary : int
-        Number of tokens: inputs are 0 .. ``vocabulary`` - 1. 0 if inputs are not tokens.
+    vocabulary : int, or mapping of str to int
+        Number of tokens: inputs are 0 .. ``vocabulary`` - 1. 0 if inputs are not tokens. Of several
+        inputs the number of each that is tokens, by name.
     mean, std : tuple of float, or None
         One number per channel of images (after division by 255), or per feature: a batch is
         normalised to ``(x - mean) / std``. None: batches are not normalised.
@@ -129,7 +146,7 @@ class Dataset:
     train: Split
     test: Split
     num_classes: int = 0
-    vocabulary: int = 0
+    vocabulary: int | Mapping[str, int] = 0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     source: str = ""
@@ -144,10 +161,11 @@ class Dataset:
             ("x", self.train.x, self.test.x),
             ("y", self.train.y, self.test.y),
         ):
-            if train.shape[1:] != test.shape[1:]:
+            if by_name(_example_shape, train) != by_name(_example_shape, test):
+                shapes = (by_name(lambda one: list(one.shape), values) for values in (train, test))
                 raise FedsimError(
-                    f"{self.name} has {name} of shape {list(train.shape)} for training and "
-                    f"{list(test.shape)} for testing; only the number of examples may differ."
+                    f"{self.name} has {name} of shape {next(shapes)} for training and "
+                    f"{next(shapes)} for testing; only the number of examples may differ."
                 )
 
     @property
@@ -174,8 +192,12 @@ class Dataset:
         x, y, own_x, own_y = self.train.x, self.train.y, own.train.x, own.train.y
         if self.input_shape != own.input_shape:
             return f"examples of shape {self.input_shape}", f"takes {own.input_shape}"
-        if _kind(x) != _kind(own_x):
-            return f"examples of dtype {_dtype(x)}", f"takes {_dtype(own_x)}"
+        if by_name(_kind, x) != by_name(_kind, own_x):
+            return f"examples of dtype {by_name(_dtype, x)}", f"takes {by_name(_dtype, own_x)}"
+        if isinstance(self.vocabulary, Mapping) and isinstance(own.vocabulary, Mapping):
+            for name, tokens in self.vocabulary.items():
+                if tokens > own.vocabulary.get(name, tokens):
+                    return f"{tokens} tokens of {name}", f"knows {own.vocabulary[name]}"
         if self.num_classes > own.num_classes and own.num_classes:
             return f"{self.num_classes} classes", f"knows {own.num_classes}"
         if y.shape[1:] != own_y.shape[1:] or _kind(y) != _kind(own_y):
@@ -199,26 +221,32 @@ class Dataset:
         FedsimError
             If a label or token is negative or too large, unless ``protected``.
         """
-        train, test = _arrays(self.train), _arrays(self.test)
-        sizes = {"classes": Size(0), "vocabulary": Size(0)}
-        for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
-            if number:
-                declared = 0 if key in self.found_in else number
-                where = f"data {self.name}"
-                sizes[key] = found_size(key, declared, train, test, where, protected)
+        train, test = self.train.arrays(), self.test.arrays()
+        about = train, test, f"data {self.name}", protected
+        sizes = dict.fromkeys(("y", *input_names(train)), Size(0))
+        if self.num_classes:
+            declared = 0 if "classes" in self.found_in else self.num_classes
+            sizes["y"] = found_size("y", declared, *about)
+        if self.vocabulary:
+            vocabulary = 0 if "vocabulary" in self.found_in else self.vocabulary
+            sizes |= found_vocabulary(vocabulary, *about)
         return replace(
             self,
             train=_split(with_unusable(train, sizes, "train")) if protected else self.train,
             test=_split(with_unusable(test, sizes, "test")) if protected else self.test,
-            num_classes=sizes["classes"].size,
-            vocabulary=sizes["vocabulary"].size,
+            num_classes=sizes["y"].size,
+            vocabulary=_vocabulary(sizes),
             found_in=_found_in(self.found_in, sizes),
         )
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one example: ``(C, H, W)``, ``(d,)``, ``(L,)`` for tokens, or any other."""
-        return tuple(self.train.x.shape[1:])
+    def input_shape(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+        """Shape of one example: ``(C, H, W)``, ``(d,)``, ``(L,)`` for tokens, or any other.
+
+        Of several inputs a dict of their shapes.
+        """
+        shape: tuple[int, ...] | dict[str, tuple[int, ...]] = by_name(_example_shape, self.train.x)
+        return shape
 
     @property
     def num_outputs(self) -> int:
@@ -249,13 +277,13 @@ class Dataset:
     def from_arrays(
         cls,
         name: str,
-        train: Mapping[str, Array],
-        test: Mapping[str, Array],
+        train: Mapping[str, Array | Mapping[str, Array]],
+        test: Mapping[str, Array | Mapping[str, Array]],
         *,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         classes: int = 0,
-        vocabulary: int = 0,
+        vocabulary: int | Mapping[str, int] = 0,
         layout: AxisOrder = "auto",
         source: str = "",
         protected: bool = False,
@@ -270,16 +298,19 @@ class Dataset:
         ----------
         train, test : mapping of name to array
             ``x``, the inputs: uint8 images ``[N, H, W]`` or ``[N, H, W, C]`` (channels last);
-            floating features ``[N, d]``, or images laid out like the uint8 ones; or integers, which
-            are tokens, ``[N, L]`` say. ``y``, the targets: integers (classes) ``[N]`` or, for each
-            position of a sequence, ``[N, L]``; floating numbers ``[N]`` or vectors ``[N, K]``; or
-            booleans ``[N, K]``, which are numbers 0 and 1. ``mask``, if there, says which targets
-            count: booleans of the shape of ``y``, or of its first dimensions. Anything else is
-            a column ``[N]`` of numbers or strings, ``owner`` for one.
+            features ``[N, d]``, floating, uint8 or booleans, or floating images laid out like the
+            uint8 ones; or integers, which are tokens, ``[N, L]`` say. In place of ``x``, for a
+            model of several inputs, an array ``x_NAME`` for each, or a mapping of names to arrays
+            as ``x``; they may also be ``[N]``. ``y``, the targets: integers (classes) ``[N]`` or,
+            for each position of a sequence, ``[N, L]``; floating numbers ``[N]`` or vectors
+            ``[N, K]``; or booleans ``[N, K]``, which are numbers 0 and 1. ``mask``, if there, says
+            which targets count: booleans of the shape of ``y``, or of its first dimensions.
+            Anything else is a column ``[N]`` of numbers or strings, ``owner`` for one.
         mean, std : sequence of float
             One number per channel or feature (see `Dataset`).
         classes, vocabulary : int
-            Declared numbers of classes and tokens; 0 to use the numbers found in the data.
+            Declared numbers of classes and tokens; 0 to use the numbers found in the data. Of
+            several inputs a mapping may declare the number of each, by name.
         layout : "auto" or "as-is"
             Whether floating ``[N, H, W]`` and ``[N, H, W, C]`` are images; "as-is" leaves the
             dimensions of floating inputs as they are, and those of uint8 images whose channels
@@ -303,21 +334,28 @@ class Dataset:
             out of range, or if the lengths or shapes of the arrays do not match.
         """
         where = source or name
+        given = {"train": _flat(train), "test": _flat(test)}
         splits = {
             split: checked_split(split, arrays, layout, where, protected)
-            for split, arrays in (("train", train), ("test", test))
+            for split, arrays in given.items()
         }
         first, second = splits["train"], splits["test"]
-        for key in ("x", "y"):
-            a, b = np.asanyarray(train[key]), np.asanyarray(test[key])
+        inputs = input_names(first)
+        if inputs != (others := input_names(second)):
+            raise FedsimError(
+                f"{where} has the inputs {', '.join(inputs)} for training but {', '.join(others)} "
+                "for testing; they must be the same."
+            )
+        for key in (*inputs, "y"):
+            a, b = (np.asanyarray(given[split][key]) for split in ("train", "test"))
             if a.shape[1:] != b.shape[1:] or a.dtype.kind != b.dtype.kind:
                 raise FedsimError(
                     f"{where} has {key}_train of shape {a.shape} ({a.dtype}) but {key}_test of "
                     f"shape {b.shape} ({b.dtype}); only the number of examples may differ."
                 )
         sizes = {
-            key: found_size(key, declared, first, second, where, protected)
-            for key, declared in (("classes", classes), ("vocabulary", vocabulary))
+            "y": found_size("y", classes, first, second, where, protected),
+            **found_vocabulary(vocabulary, first, second, where, protected),
         }
         if protected:
             first = with_unusable(first, sizes, "train")
@@ -326,9 +364,9 @@ class Dataset:
             name,
             _split(first),
             _split(second),
-            sizes["classes"].size,
-            sizes["vocabulary"].size,
-            *statistics(mean, std, first["x"], where),
+            sizes["y"].size,
+            _vocabulary(sizes),
+            *statistics(mean, std, first.get("x"), where),
             source=source,
             found_in=_found_in(found_in or {}, sizes),
             feature_names=tuple(feature_names),
@@ -344,9 +382,10 @@ def class_labels(names: Sequence[str], classes: int) -> tuple[str, ...]:
 
 def _kind(values: Tensor) -> str:
     """Kind of a tensor's numbers; tokens, classes and images may have several dtypes."""
-    if values.is_floating_point():
-        return "floating"
-    return "image" if values.dtype == torch.uint8 and values.dim() == 4 else "integer"
+    if values.dtype == torch.uint8 and values.dim() == 4:
+        return "image"
+    is_number = values.is_floating_point() or values.dtype in (torch.uint8, torch.bool)
+    return "number" if is_number else "integer"
 
 
 def _dtype(values: Tensor) -> str:
@@ -355,20 +394,44 @@ def _dtype(values: Tensor) -> str:
 
 def _found_in(others: Mapping[str, str], sizes: Mapping[str, Size]) -> dict[str, str]:
     """Properties that were not declared, and their split: the sizes, and ``others``."""
-    found = {key: size.found_in for key, size in sizes.items() if size.found_in}
-    return {key: split for key, split in others.items() if key not in sizes} | found
+    found = {k: split for k, split in others.items() if k not in ("classes", "vocabulary")}
+    for name, size in sizes.items():
+        key = "classes" if name == "y" else "vocabulary"
+        if size.found_in and found.get(key) != "train":
+            found[key] = size.found_in
+    return found
 
 
-def _arrays(split: Split) -> dict[str, Array]:
-    tensors = {"x": split.x, "y": split.y, "mask": split.mask}
-    arrays = {key: one.detach().cpu().numpy() for key, one in tensors.items() if one is not None}
-    return {**split.columns, **arrays}
+def _vocabulary(sizes: Mapping[str, Size]) -> int | dict[str, int]:
+    """Number of tokens, or of each of several inputs that are tokens."""
+    if "x" in sizes:
+        return sizes["x"].size
+    inputs = {name.removeprefix("x_"): size.size for name, size in sizes.items() if name != "y"}
+    return {name: size for name, size in inputs.items() if size}
+
+
+def _example_shape(values: Tensor) -> tuple[int, ...]:
+    return tuple(values.shape[1:])
+
+
+def _flat(arrays: Mapping[str, Array | Mapping[str, Array]]) -> Mapping[str, Array]:
+    """Arrays of a split by name, of which several inputs may have been given as a mapping."""
+    inputs = arrays.get("x") if isinstance(arrays, Mapping) else None
+    if not isinstance(inputs, Mapping):
+        return arrays  # type: ignore[return-value]
+    flat: dict[str, Any] = {name: array for name, array in arrays.items() if name != "x"}
+    return flat | {f"x_{name}": array for name, array in inputs.items()}
 
 
 def _split(arrays: Mapping[str, Array]) -> Split:
-    columns = {k: v for k, v in arrays.items() if k not in ("x", "y", "mask")}
-    mask = torch.from_numpy(arrays["mask"]) if "mask" in arrays else None
-    return Split(torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"]), mask, columns)
+    inputs = input_names(arrays)
+    tensors = {
+        name: torch.from_numpy(arrays[name]) for name in (*inputs, "y", "mask") if name in arrays
+    }
+    columns = {name: array for name, array in arrays.items() if name not in tensors}
+    by_input = {name.removeprefix("x_"): tensors[name] for name in inputs}
+    x = by_input["x"] if inputs == ["x"] else NamedTensors(by_input)
+    return Split(x, tensors["y"], tensors.get("mask"), columns)
 
 
 def _range(key: str, text: str, split: Split, name: str) -> slice:

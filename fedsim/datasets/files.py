@@ -37,7 +37,8 @@ _OWN_FILES = (
 class Files:
     """A user's own files; ``data.name`` is their path, absolute, relative, or within ``data.dir``.
 
-    They hold ``x_train, y_train, x_test, y_test`` (see `Dataset.from_arrays`) and optionally
+    They hold ``x_train, y_train, x_test, y_test`` (see `Dataset.from_arrays`; for a model of
+    several inputs ``x_NAME_train`` and ``x_NAME_test`` for each) and optionally
     ``mask_train`` and ``mask_test``, columns such as ``owner_train`` and ``owner_test``, ``mean``
     and ``std`` for normalising, and the numbers ``classes`` and ``vocabulary``. Tables (a ``.csv``,
     or a folder of ``train.csv`` and ``test.csv``) are converted to such arrays; see `tables`.
@@ -56,7 +57,8 @@ class Files:
     'as-is' takes them as they are."""
     columns: str = ""
     """Which columns of a table, or of a data set of Hugging Face, are inputs, targets and others:
-    'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'."""
+    'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'. Of Hugging Face,
+    'x=input_ids+attention_mask' are several inputs by name."""
     types: str = ""
     """The types of a table's columns: a range, which is scaled to [0, 1], categories, or numbers
     that are not scaled: 'age=0:100,sex=female|male,height=number'. A comma or a bar

@@ -20,14 +20,13 @@ import numpy.typing as npt
 
 from fedsim import optional_packages, regular_files
 from fedsim.datasets.array_checks import is_texts
-from fedsim.datasets.arrays import Arrays, cause
+from fedsim.datasets.arrays import SPLITS, Arrays, cause
 from fedsim.datasets.tables import TEST_EVERY
 from fedsim.errors import FedsimError
 
 PREFIX = "hf:"
 """What stands before ``owner/name`` in `data.name`."""
 
-SPLITS = ("train", "test")
 _OTHER_SPLIT = re.compile(r"(^|[^a-z])(validation|valid|val|dev)([^a-z]|$)")
 
 
@@ -217,6 +216,8 @@ def _names(columns: str) -> dict[str, str]:
             f"data.columns is '{columns}'; it must say, each once, which columns are inputs and "
             "targets, such as 'x=image,y=label,owner=writer'."
         )
+    if "+" in names["x"]:  # a model's several inputs, whose names are those of their columns
+        names |= {f"x_{column.strip()}": column.strip() for column in names.pop("x").split("+")}
     return names
 
 

@@ -14,7 +14,16 @@ import numpy.typing as npt
 
 from fedsim import registry
 from fedsim.arguments import check_arguments
-from fedsim.datasets.arrays import DECLARED, KEYS, STATISTICS, Arrays, cause
+from fedsim.datasets.arrays import (
+    DECLARED,
+    KEYS,
+    SPLITS,
+    STATISTICS,
+    Arrays,
+    cause,
+    is_single,
+    missing_keys,
+)
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.hugging_face import PREFIX
 from fedsim.datasets.tables import arrays_of_tables, inputs_of_table, read_csv
@@ -129,7 +138,8 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
         A mapping holds arrays or tensors under the names used in files (``x_train``,
         ``owner_test``, ``classes``, ...), or the keys ``train`` and ``test``, each a mapping
         (``x``, ``y``, ...) or one of the following. A pair is (train, test), each ``(x, y)`` or a
-        torch data set with a length whose items are ``(x, y)``, all of one shape. Items of torch
+        torch data set with a length whose items are ``(x, y)``, all of one shape. ``x`` may be a
+        mapping everywhere, for a model with several inputs by name. Items of torch
         data sets keep their dimensions (channels first), but for PIL's images, whose channels are
         last and are moved; arrays are laid out as in files.
     protected : bool
@@ -143,14 +153,14 @@ def dataset_of(data: object, *, protected: bool = False) -> Dataset:
     if isinstance(data, Dataset):
         return data
     if isinstance(data, Mapping) and {"train", "test"} != data.keys():
-        missing = [key for key in KEYS if key not in data]
-        if missing:
+        data = _by_flat_name(data)
+        if missing := missing_keys(data):
             raise FedsimError(
                 f"data= lacks {', '.join(missing)}; a dict of arrays must have {', '.join(KEYS)} "
                 "(columns of a table go through fedsim.datasets.from_table)."
             )
         for name in map(str, data):
-            if not name.endswith(("_train", "_test")) and name not in (*STATISTICS, *DECLARED):
+            if not name.endswith(("_train", "_test")) and not is_single(name):
                 raise FedsimError(
                     f"data= has '{name}'; a name must end in _train or _test, or be one of "
                     f"{', '.join((*STATISTICS, *DECLARED))}."
@@ -251,12 +261,13 @@ def _column(values: Any) -> Any:
 
 def _split(split: Any) -> dict[str, npt.NDArray[Any]]:
     """Arrays of one split, by name: ``x``, ``y``, and others of a mapping."""
-    if isinstance(split, Mapping):
-        return {str(name): array_of(f"{name} of data=", value) for name, value in split.items()}
     if isinstance(split, torch.utils.data.Dataset):
         return _of_torch(split)
     if isinstance(split, tuple | list) and len(split) == 2:
-        return {"x": array_of("x of data=", split[0]), "y": array_of("y of data=", split[1])}
+        split = {"x": split[0], "y": split[1]}
+    if isinstance(split, Mapping):
+        flat = _by_flat_name(split)
+        return {str(name): array_of(f"{name} of data=", value) for name, value in flat.items()}
     raise FedsimError(f"a part of data= is of type {type(split).__name__}; it must be {_WANTED}.")
 
 
@@ -273,11 +284,29 @@ def _of_torch(dataset: Any) -> dict[str, npt.NDArray[Any]]:
         raise FedsimError(
             f"{type(dataset).__name__} has items that are not pairs; each must be (x, y)."
         )
-    arrays = {}
-    for place, key in enumerate("xy"):
-        name = f"{key} of data="
-        arrays[key] = array_of(name, [array_of(name, item[place]) for item in items])
-    return arrays
+    flat = [_by_flat_name({"x": x, "y": y}) for x, y in items]
+    names = {name: f"{name} of data=" for one in flat for name in one}
+    if any(names.keys() != one.keys() for one in flat):
+        raise FedsimError(
+            f"{type(dataset).__name__} has items with inputs of different names; all must have "
+            "the same."
+        )
+    return {
+        key: array_of(name, [array_of(name, one[key]) for one in flat])
+        for key, name in names.items()
+    }
+
+
+def _by_flat_name(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Arrays by their names in files, of which ``x`` may be a mapping: ``x_NAME_train``."""
+    flat: dict[Any, Any] = {}
+    for name, value in arrays.items():
+        end = next((f"_{split}" for split in SPLITS if name == f"x_{split}"), "")
+        if isinstance(value, Mapping) and (end or name == "x"):
+            flat |= {f"x_{own}{end}": one for own, one in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def inputs_of(name: str, value: Any, features: Sequence[str]) -> npt.NDArray[Any]:

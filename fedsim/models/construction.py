@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ OFFERED = ("input_shape", "num_classes", "vocabulary")
 @check_arguments
 def build(
     name: str,
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Mapping[str, Sequence[int]],
     num_classes: int,
     *,
-    vocabulary: int = 0,
+    vocabulary: int | Mapping[str, int] = 0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     **settings: Any,
@@ -44,11 +44,11 @@ def build(
         weights from torch's global CPU generator, as layers do, which is seeded for the call.
     input_shape : ``(C, H, W)`` or ``(d,)``
         Shape of one example. The model takes a batch ``[B, *input_shape]`` and returns logits
-        ``[B, num_classes]``.
+        ``[B, num_classes]``. Of several inputs a mapping of their shapes, by name.
     num_classes : int
         Number of classes, or of the numbers in a target if targets are not classes.
     vocabulary : int
-        Number of tokens; 0 if inputs are not tokens.
+        Number of tokens; 0 if inputs are not tokens. Of several inputs a mapping, by name.
     dtype : torch.float32, torch.float64 or torch.bfloat16
         The models start from the float32 one's numbers; see `converted`.
     seed : int
@@ -83,7 +83,8 @@ def build(
         torch.default_generator.manual_seed(int(draws.integers(2**63)))
         kind = kind_of(name)
         factory: Any = registry.find("model", kind, "model.name")
-        about = (tuple(input_shape), num_classes, vocabulary)
+        by_name = isinstance(input_shape, Mapping)
+        about = (input_shape if by_name else tuple(input_shape), num_classes, vocabulary)
         offered: dict[str, Any] = dict(zip(OFFERED, about, strict=True))
         has_settings = dataclasses.is_dataclass(factory) and ":" not in kind
         table = "model" if has_settings else "model.options"
@@ -94,6 +95,12 @@ def build(
         is_recipe = dataclasses.is_dataclass(model) and not isinstance(model, nn.Module)
         if is_recipe:
             sizes = complete_arguments(model, name, offered)
+            if by_name:
+                raise FedsimError(
+                    f"model.name is '{name}', which takes one input, but the data have "
+                    f"{', '.join(map(str, input_shape))} by name; it must be a model of your own, "
+                    "whose forward takes them."
+                )
             if vocabulary and "vocabulary" not in sizes:
                 raise FedsimError(
                     f"model.name is '{name}', which takes numbers, but the data's inputs are tokens"

@@ -15,9 +15,10 @@ from fedsim import datasets, partitions
 from fedsim.array_types import Ints
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
-from fedsim.datasets.array_checks import UNUSABLE, not_finite
+from fedsim.datasets.array_checks import UNUSABLE, input_names, not_finite
 from fedsim.datasets.tables import FOUND
 from fedsim.errors import FedsimError
+from fedsim.named_tensors import NamedTensors, by_name
 from fedsim.partitions import Partition
 from fedsim.partitions.by_owner import has_owner, owner_order
 from fedsim.privacy.plan import is_user_code
@@ -181,15 +182,21 @@ def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
 
 def empty_dataset(name: str, about: Mapping[str, Any]) -> Dataset:
     """A data set of these shapes without examples, which is enough to build a model."""
-    x, y = (
-        torch.zeros((0, *about[f"{key}-shape"]), dtype=getattr(torch, about[f"{key}-dtype"]))
-        for key in ("x", "y")
-    )
+    shape, dtype = about["x-shape"], about["x-dtype"]
+    if isinstance(shape, Mapping):
+        x: Tensor = NamedTensors({k: _no_examples(shape[k], dtype[k]) for k in shape})
+    else:
+        x = _no_examples(shape, dtype)
+    y = _no_examples(about["y-shape"], about["y-dtype"])
     mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
     split = Split(x, y)
     features, classes = (tuple(about.get(f"{one}_names", ())) for one in ("feature", "class"))
     declared = Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)
     return replace(declared, feature_names=features, class_names=classes)
+
+
+def _no_examples(shape: Sequence[int], dtype: str) -> Tensor:
+    return torch.zeros((0, *shape), dtype=getattr(torch, dtype))
 
 
 def load_dataset(config: RunConfig, *, protected: bool | None = None) -> Dataset:
@@ -251,12 +258,11 @@ def _split(config: RunConfig, partition: Partition, dataset: Dataset) -> RunData
 def _usable_rows(train: Split, rows: Ints) -> npt.NDArray[np.bool_]:
     """Which of these training examples have a usable label, and numbers that are all finite."""
     split = train[torch.from_numpy(rows)]
-    mask = None if split.mask is None else split.mask.cpu().numpy()
-    unusable = split.columns.get(UNUSABLE, np.zeros(len(rows), dtype=np.bool_))
-    x, y = (
-        not_finite(values.cpu().numpy(), own) for values, own in ((split.x, None), (split.y, mask))
-    )
-    return ~(unusable | x | y)
+    arrays = split.arrays()
+    unusable = arrays.get(UNUSABLE, np.zeros(len(rows), dtype=np.bool_))
+    for name in (*input_names(arrays), "y"):
+        unusable = unusable | not_finite(arrays[name], arrays.get("mask") if name == "y" else None)
+    return ~unusable
 
 
 def _client_splits(config: RunConfig, partition: Partition, dataset: Dataset) -> tuple[str, ...]:
@@ -342,7 +348,7 @@ def data_shape(data: RunData) -> dict[str, Any]:
     """
     x, y = data.dataset.train.x, data.dataset.train.y
     return {
-        "x": [str(x.dtype), list(x.shape[1:])],
+        "x": by_name(lambda one: [str(one.dtype), list(one.shape[1:])], x),
         "y": [str(y.dtype), list(y.shape[1:])],
         "sizes": [len(indices) for indices in data.client_indices],
     }

@@ -92,8 +92,8 @@ def _explain_conversion_errors(saved: SavedRun, to: str) -> Iterator[None]:
 def _safetensors(saved: SavedRun) -> bytes:
     about = {
         "model": saved.config.model.name,
-        "input-shape": list(saved.input_shape),
-        "input": str(_example(saved).dtype).removeprefix("torch."),
+        "input-shape": saved.input_shape,
+        "input": _names_of(saved.input_dtype),
         "mean": _numbers(saved.statistics[0]),
         "std": _numbers(saved.statistics[1]),
         "labels": list(saved.labels),
@@ -110,10 +110,21 @@ def _numbers(statistic: Tensor | None) -> list[float] | None:
     return None if statistic is None else statistic.flatten().tolist()
 
 
+def _names_of(dtype: torch.dtype | dict[str, torch.dtype]) -> Any:
+    if isinstance(dtype, dict):
+        return {name: _names_of(one) for name, one in dtype.items()}
+    return str(dtype).removeprefix("torch.")
+
+
 def _example(saved: SavedRun) -> Tensor:
     """A batch of two zero examples, of the inputs' dtype."""
-    shape = (2, *saved.input_shape)
-    return torch.zeros(shape, dtype=saved.input_dtype)
+    shape, dtype = saved.input_shape, saved.input_dtype
+    if isinstance(shape, dict) or isinstance(dtype, dict):
+        raise FedsimError(
+            f"the model takes {', '.join(map(str, shape))} by name, and a file of its graph takes "
+            "one input; `--to safetensors` always works."
+        )
+    return torch.zeros((2, *shape), dtype=dtype)
 
 
 def _export_error(saved: SavedRun, to: str, error: Exception) -> FedsimError:

@@ -18,8 +18,10 @@ from fedsim.datasets import Dataset
 from fedsim.datasets.array_checks import torch_dtype
 from fedsim.errors import FedsimError, printable, user_code_location
 from fedsim.federation.arrays import array_record
+from fedsim.named_tensors import NamedTensors, accept_named
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
+from fedsim.training.data import as_inputs
 from fedsim.training.payload import Personal
 
 
@@ -44,8 +46,12 @@ def initial_model(
             seed=config.seed,
             **settings.settings_by_key,
         )
-        return _prepare_model(config, model)
-    return _prepare_model(config, _copy_model(overrides.model, "model="))
+    else:
+        model = _copy_model(overrides.model, "model=")
+    model, notes = _prepare_model(config, model)
+    if isinstance(dataset.train.x, NamedTensors):
+        accept_named(model)
+    return model, notes
 
 
 def _copy_model(model: nn.Module, name: str) -> nn.Module:
@@ -159,7 +165,7 @@ def _check_outputs(outputs: Tensor, x: Tensor) -> None:
             f"the model gives {type(outputs).__name__} for {_batch(x)}; it must give one "
             "torch.Tensor [B, ...], such as logits alone."
         )
-    if outputs.shape[:1] != x.shape[:1]:
+    if outputs.shape[:1] != (len(x),):
         raise FedsimError(
             f"the model gives outputs {list(outputs.shape)} for {len(x)} examples; it must give "
             f"some for each, [{len(x)}, ...]."
@@ -222,6 +228,8 @@ def _check_classes(dataset: Dataset, outputs: Tensor) -> None:
 
 
 def _batch(x: Tensor) -> str:
+    if isinstance(x, NamedTensors):
+        return f"{' and '.join(f'{name}=, {_batch(one)}' for name, one in x.tensors.items())}"
     return f"a batch [B, {', '.join(map(str, x.shape[1:]))}] of {x.dtype}"
 
 
@@ -241,8 +249,8 @@ def _failing_submodule(model: nn.Module, error: BaseException) -> str:
 class InferenceModel(nn.Module):
     """A trained model that takes raw inputs, as in the data set, and normalises them.
 
-    uint8 images ``[B, C, H, W]`` are divided by 255, floating inputs are unchanged, other integers
-    are tokens; then the run's normalisation is applied, if it had one.
+    They are converted as batches are in training (`fedsim.training.data.as_inputs`); then the run's
+    normalisation is applied, if it had one. Several inputs by name are `NamedTensors`.
 
     Parameters
     ----------
@@ -267,12 +275,7 @@ class InferenceModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of the model, ``[B, ...]``."""
-        if x.dtype == torch.uint8:
-            x = x.to(self.dtype) / 255
-        elif x.is_floating_point():
-            x = x.to(self.dtype)
-        else:
-            x = x.long()
+        x = as_inputs(x, self.dtype)
         if self.mean is not None and self.std is not None:
             x = (x - self.mean) / self.std
         outputs: Tensor = self.model(x)
@@ -300,7 +303,7 @@ def examples_tensor(array: npt.NDArray[Any], dtype: torch.dtype, vocabulary: int
             f"examples are from {array.min()} to {array.max()}; they must be {allowed}."
         )
     numbers = torch.from_numpy(np.ascontiguousarray(array, torch_dtype(array)))
-    if vocabulary or dtype.is_floating_point:
+    if vocabulary or dtype.is_floating_point or dtype == torch.bool:
         numbers = numbers.to(torch.int64 if vocabulary else dtype)
     if not numbers.isfinite().all():
         raise FedsimError(

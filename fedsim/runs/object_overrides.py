@@ -16,6 +16,7 @@ from fedsim.arguments import as_text
 from fedsim.config import RunConfig
 from fedsim.config.values import objects_in
 from fedsim.errors import FedsimError
+from fedsim.named_tensors import by_name
 from fedsim.privacy.digest import digest_of
 from fedsim.settings import check_settings
 from fedsim.strategies import DPFedAvg
@@ -114,7 +115,8 @@ class ObjectOverrides:
             ]
         if self.data is not None:
             x, y = dataset.train.x, dataset.train.y
-            example = [list(x.shape[1:]), str(x.dtype), list(y.shape[1:]), str(y.dtype)]
+            example = [dataset.input_shape, by_name(lambda one: str(one.dtype), x)]
+            example += [list(y.shape[1:]), str(y.dtype)]
             constants = [dataset.num_classes, dataset.vocabulary, dataset.mean, dataset.std]
             parts["data"] = [dataset.name, dataset.source, example, constants]
         if self.partition is not None:

@@ -117,7 +117,12 @@ class StatisticsPlan:
         FedsimError
             If no statistic is requested, or one that these data do not have.
         """
-        classes = _has_classes(request, dataset)
+        shape, classes = dataset.input_shape, _has_classes(request, dataset)
+        if isinstance(shape, dict):
+            raise FedsimError(
+                f"the data have the inputs {', '.join(shape)} by name; private statistics are of "
+                "data with one, x."
+            )
         model = Statistics(
             "none" if request.inputs is None else "together" if request.together else "each",
             *(request.inputs or (0.0, 1.0)),
@@ -125,7 +130,7 @@ class StatisticsPlan:
             "classes" if classes else "none" if request.targets is None else "numbers",
         )
         targets = request.targets and Moments("targets", *request.targets, request.quantiles)
-        columns, outputs = model.columns(dataset.input_shape), dataset.num_outputs
+        columns, outputs = model.columns(shape), dataset.num_outputs
         moments = columns + outputs * (targets is not None)
         # A row has this number of parts of norm 1 at most, so a norm of at most its square root.
         parts = classes + moments * sum(one.vector_count for one in model.moments.ranges)

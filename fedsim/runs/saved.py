@@ -25,9 +25,10 @@ from fedsim.config.release_keys import path_keys
 from fedsim.datasets import Dataset, dataset_of
 from fedsim.datasets.array_checks import UNUSABLE
 from fedsim.datasets.files import data_files
-from fedsim.datasets.load import inputs_of, kind_of
+from fedsim.datasets.load import array_of, inputs_of, kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights
+from fedsim.named_tensors import NamedTensors, by_name
 from fedsim.privacy import Statement
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import Checkpoints, RunState
@@ -195,15 +196,15 @@ class SavedRun:
         return self._dataset.labels
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one example."""
+    def input_shape(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+        """Shape of one example; of several inputs a dict of their shapes."""
         return self._dataset.input_shape
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        """Dtype of inputs: float32 for any floating data, else the data set's own."""
-        dtype = self._dataset.train.x.dtype
-        return torch.float32 if dtype.is_floating_point else dtype
+    def input_dtype(self) -> torch.dtype | dict[str, torch.dtype]:
+        """Dtype of inputs: float32 for features, else the data set's own; a dict of several."""
+        dtype: torch.dtype | dict[str, torch.dtype] = by_name(_input_dtype, self._dataset.train.x)
+        return dtype
 
     @property
     def personal(self) -> list[str]:
@@ -258,8 +259,9 @@ class SavedRun:
         ----------
         x : array ``[N, ...]``, or table
             Inputs as in the data set's files (uint8 images ``[N, H, W]`` or ``[N, H, W, C]``,
-            floating features, tokens), or of the model's `input_shape`. If the run was trained on a
-            table: a data frame, a mapping of names to columns, or the path of a CSV file.
+            features, tokens), or of the model's `input_shape`. For a model of several inputs, a
+            mapping of their names to arrays. If the run was trained on a table: a data frame, a
+            mapping of names to columns, or the path of a CSV file.
 
         Returns
         -------
@@ -315,21 +317,37 @@ class SavedRun:
         """The model's outputs, and the shape of targets of these examples."""
         inputs = self._inputs(x)
         # Copies: a forward may write to its inputs, which may be the caller's own array.
-        outputs = torch.cat([self.model(part.clone()) for part in torch.split(inputs, _CHUNK)])
+        parts = (inputs[start : start + _CHUNK] for start in range(0, len(inputs) or 1, _CHUNK))
+        outputs = torch.cat([self.model(part.clone()) for part in parts])
         return outputs, (len(inputs), *self._dataset.train.y.shape[1:])
 
     def _inputs(self, x: Any) -> Tensor:
-        array = inputs_of("examples", x, self._dataset.feature_names)
-        shape = self.input_shape
-        if array.ndim > 1 and array.size and array.shape[1:] != shape and array.dtype.kind in "uif":
-            split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
-            array = Dataset.from_arrays("x", split, split).test.x.numpy()
-        if not array.ndim or array.shape[1:] != shape:
+        shape: Any = self.input_shape
+        dtype: Any = self.input_dtype
+        vocabulary: Any = self._dataset.vocabulary
+        if not isinstance(shape, dict):
+            array = inputs_of("examples", x, self._dataset.feature_names)
+            return _examples("examples", array, shape, dtype, vocabulary)
+        if not isinstance(x, Mapping) or x.keys() != shape.keys():
+            given = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
             raise FedsimError(
-                f"examples have shape {array.shape}; this model takes {('N', *shape)}, such as "
-                "x[None] for one example x."
+                f"examples are {given or 'without any input'}; they must be a mapping of "
+                f"{', '.join(shape)} to arrays, the inputs of this model."
             )
-        return examples_tensor(array, self.input_dtype, self._dataset.vocabulary)
+        tensors = {
+            name: _examples(
+                f"examples of {name}",
+                array_of(name, x[name]),
+                shape[name],
+                dtype[name],
+                vocabulary.get(name, 0),
+            )
+            for name in shape
+        }
+        if len({len(tensor) for tensor in tensors.values()}) > 1:
+            lengths = ", ".join(f"{len(tensor)} of {name}" for name, tensor in tensors.items())
+            raise FedsimError(f"examples are {lengths}; there must be as many of each input.")
+        return NamedTensors(tensors)
 
     def evaluate(self, data: object = "") -> dict[str, float]:
         """Loss and metrics on test examples.
@@ -467,7 +485,8 @@ class SavedRun:
             settings |= {key: "" for key in own_keys if key not in defaults}
         if kind_of(data) == "files":  # such a file need not contain every class and token
             settings["data.classes"] = own_dataset.num_classes
-            settings["data.vocabulary"] = own_dataset.vocabulary
+            if isinstance(own_dataset.vocabulary, int):  # of several inputs a file declares its own
+                settings["data.vocabulary"] = own_dataset.vocabulary
             if own_dataset.feature_names:  # a table, normalised as this model was trained
                 settings["data.normalize"] = self.config.data.normalize
         return load_dataset(self.config.replace(**settings), protected=False)
@@ -494,3 +513,24 @@ class SavedRun:
                 "whose shape is written at a run's end; resume it in Python with data=."
             )
         return resolve_data(self._config).dataset
+
+
+def _input_dtype(x: Tensor) -> torch.dtype:
+    is_image = x.dtype == torch.uint8 and x.dim() == 4
+    is_number = x.is_floating_point() or x.dtype == torch.uint8
+    return torch.float32 if is_number and not is_image else x.dtype
+
+
+def _examples(
+    noun: str, array: Array, shape: tuple[int, ...], dtype: torch.dtype, vocabulary: int
+) -> Tensor:
+    """One input of a model, as a tensor in the layout of its data set's tensors."""
+    if array.ndim > 1 and array.size and array.shape[1:] != shape and array.dtype.kind in "uif":
+        split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
+        array = Dataset.from_arrays("x", split, split).test.x.numpy()
+    if not array.ndim or array.shape[1:] != shape:
+        raise FedsimError(
+            f"{noun} have shape {array.shape}; this model takes {('N', *shape)}, such as "
+            "x[None] for one example x."
+        )
+    return examples_tensor(array, dtype, vocabulary)

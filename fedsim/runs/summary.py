@@ -25,6 +25,7 @@ from fedsim.datasets import Dataset
 from fedsim.datasets.dataset import class_labels
 from fedsim.errors import FedsimError, keep_user_frames
 from fedsim.federation.arrays import tensors
+from fedsim.named_tensors import by_name
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
@@ -205,10 +206,10 @@ def _shape(dataset: Dataset) -> dict[str, Any]:
     """Shapes and constants of the data set that building the model needs, without examples."""
     x, y = dataset.train.x, dataset.train.y
     return {
-        "x-shape": list(x.shape[1:]),
-        "x-dtype": str(x.dtype).removeprefix("torch."),
+        "x-shape": dataset.input_shape,
+        "x-dtype": by_name(_dtype_name, x),
         "y-shape": list(y.shape[1:]),
-        "y-dtype": str(y.dtype).removeprefix("torch."),
+        "y-dtype": _dtype_name(y),
         "classes": dataset.num_classes,
         "vocabulary": dataset.vocabulary,
         "mean": dataset.mean,
@@ -216,6 +217,10 @@ def _shape(dataset: Dataset) -> dict[str, Any]:
         "feature_names": dataset.feature_names,
         "class_names": dataset.class_names,
     }
+
+
+def _dtype_name(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
 
 
 def _peak_memory() -> int:

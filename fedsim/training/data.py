@@ -1,4 +1,4 @@
-"""Clients' data: one pair of tensors for all, and the indices of each client's examples."""
+"""Clients' data: inputs and targets of all, and the indices of each client's examples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedsim.arguments import as_text
 from fedsim.errors import FedsimError
+from fedsim.named_tensors import NamedTensors, each
 from fedsim.settings import check_settings
 from fedsim.tasks.losses import IGNORED
 
@@ -26,9 +27,9 @@ class ClientData:
 
     Attributes
     ----------
-    x : Tensor ``[N, ...]``
+    x : Tensor ``[N, ...]``, or NamedTensors
         Inputs on the device that trains, in memory or memory-mapped; a batch is converted when it
-        is gathered. uint8 are images, other integers are tokens.
+        is gathered (`as_inputs`). Several by name are for ``model.forward(**batch)``.
     y : Tensor ``[N]`` or ``[N, ...]``
         Targets: integers are classes, floating-point numbers are regression targets.
     indices : sequence of int64 arrays
@@ -49,7 +50,7 @@ class ClientData:
         If an index is outside the data, or the sizes of inputs, targets and mask do not match.
     """
 
-    x: Tensor
+    x: Tensor | NamedTensors
     y: Tensor
     indices: Sequence[npt.NDArray[np.int64]]
     mean: Tensor | None = None
@@ -88,7 +89,7 @@ class ClientData:
 
     def to(self, device: torch.device | str) -> ClientData:
         """The same data on another device."""
-        tensors = {k: v for k, v in vars(self).items() if torch.is_tensor(v)}
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor | NamedTensors)}
         copies: dict[str, Any] = {k: v.to(device) for k, v in tensors.items()}
         is_unchanged = all(copies[k] is tensor for k, tensor in tensors.items())
         return self if is_unchanged else replace(self, **copies)
@@ -107,16 +108,11 @@ class ClientData:
 
     def inputs(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Inputs at ``index`` (int64, any shape ``[*lead]``) as ``[*lead, ...]`` of ``dtype``."""
-        x = self.x.index_select(0, index.reshape(-1))
-        if x.dtype == torch.uint8:
-            x = x.to(dtype).div_(255)
-        elif x.is_floating_point():
-            x = x.to(dtype)
-        else:
-            x = x.long()
+        flat = index.reshape(-1)
+        x = as_inputs(each(lambda one: one.index_select(0, flat), self.x), dtype)
         if self.mean is not None and self.std is not None:
             x = x.sub_(self.mean.to(x)).div_(self.std.to(x))
-        return x.reshape(*index.shape, *x.shape[1:])
+        return each(lambda one: one.reshape(*index.shape, *one.shape[1:]), x)
 
     def targets(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Targets at ``index`` (int64 ``[*lead]``) as ``[*lead, ...]``, int64 or of ``dtype``."""
@@ -145,7 +141,7 @@ class ClientData:
         if not protected:
             first = next((part[:1] for part in self.indices if len(part)), None)
             return None if first is None else replace(self, indices=[first])
-        x, y = (torch.ones_like(values[:1]) for values in (self.x, self.y))
+        x, y = (each(torch.ones_like, values[:1]) for values in (self.x, self.y))
         indices = [np.zeros(1, dtype=np.int64)]
         return replace(self, x=x, y=y, indices=indices, mask=None, unusable=None)
 
@@ -161,6 +157,21 @@ class ClientData:
                 "example-level privacy each example must belong to one client, once: its effect "
                 "is counted once."
             )
+
+
+def as_inputs(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inputs ``[B, ...]`` of a data set as a model takes them.
+
+    uint8 images ``[B, C, H, W]`` are divided by 255; other uint8, booleans and floating numbers
+    are converted to ``dtype``; other integers are tokens, int64. Of several inputs booleans stay
+    booleans, for masks.
+    """
+    if isinstance(x, NamedTensors):
+        return each(lambda one: one if one.dtype == torch.bool else as_inputs(one, dtype), x)
+    if x.is_floating_point() or x.dtype in (torch.uint8, torch.bool):
+        values = x.to(dtype)
+        return values.div_(255) if x.dtype == torch.uint8 and x.dim() == 4 else values
+    return x.long()
 
 
 def _require_positions(client_indices: Sequence[object], first: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError, printable
 from fedsim.models.parameters import call_with
+from fedsim.named_tensors import each
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.examples import (
     GradientMethod,
@@ -289,12 +290,16 @@ class _Batch:
 
 def _made_up_like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) -> Tensor:
     """Made-up values: real numbers, larger for ``k = 1``; or else classes, tokens or lengths."""
-    shape = (EXAMPLES, *tensor.shape[1:])
-    if not tensor.is_floating_point():
-        values = torch.randint(2, shape, generator=generator)
-        return ((1 - values if k else values) + int(positive)).to(tensor)
-    draw = torch.rand if positive else torch.randn
-    return (draw(shape, generator=generator) * (1 + 9 * k)).to(tensor)
+
+    def made_up(one: Tensor) -> Tensor:
+        shape = (EXAMPLES, *one.shape[1:])
+        if not one.is_floating_point():
+            values = torch.randint(2, shape, generator=generator)
+            return ((1 - values if k else values) + int(positive)).to(one)
+        draw = torch.rand if positive else torch.randn
+        return (draw(shape, generator=generator) * (1 + 9 * k)).to(one)
+
+    return each(made_up, tensor)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

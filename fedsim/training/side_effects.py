@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
+from fedsim.named_tensors import NamedTensors, each
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.tasks.losses import Loss, is_fedsims_own
 from fedsim.training.data import ClientData
@@ -101,7 +102,11 @@ def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
     if not len(data.x):
         return None
     x, _ = data.empty(dtype)
-    return torch.cat([x.new_zeros(2, *x.shape[1:]), x.new_ones(2, *x.shape[1:])])
+
+    def made_up(one: Tensor) -> Tensor:
+        return torch.cat([one.new_zeros(2, *one.shape[1:]), one.new_ones(2, *one.shape[1:])])
+
+    return each(made_up, x)
 
 
 def _known_to_draw(module: nn.Module) -> bool:
@@ -187,10 +192,10 @@ def _refuse_writes_elsewhere(
     A tensor of a global or a closure would carry one client's data into another's update.
     """
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else [owner]
-    own = [*arguments, *_tensors_in([getattr(module, "__dict__", {}) for module in modules])]
+    own = _tensors_in([*arguments, *(getattr(module, "__dict__", {}) for module in modules)])
     if isinstance(owner, nn.Module):
         own += [*owner.parameters(), *owner.buffers()]
-    known = {memory(tensor) for tensor in own if isinstance(tensor, Tensor)}
+    known = {memory(tensor) for tensor in own}
     if writes.written - known:
         raise FedsimError(
             f"the {name} writes into a tensor that is not its own (of a global variable, say), "
@@ -202,6 +207,8 @@ def _tensors_in(values: object) -> list[Tensor]:
     """Tensors in containers of any depth."""
     if isinstance(values, Tensor):
         return [values]
+    if isinstance(values, NamedTensors):
+        values = values.tensors
     if isinstance(values, Mapping):
         return _tensors_in(list(values.values()))
     if isinstance(values, list | tuple | set | deque):

@@ -17,6 +17,7 @@ from fedsim.array_types import Floats, Ints
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import FedsimError, user_traceback
+from fedsim.named_tensors import NamedTensors, accept_named
 from fedsim.privacy import Ledger
 from fedsim.privacy.local_work import LocalWork
 from fedsim.randomness import Randomness
@@ -145,6 +146,8 @@ class Trainer:
         self.model = model.to(self.device)
         private = privacy is not None
         trainer_checks.check_model(self.model, private=private)
+        if isinstance(data.x, NamedTensors):
+            accept_named(self.model)
         self.algorithm = algorithm
         self.data = data.to(self.device)
         self.test = test

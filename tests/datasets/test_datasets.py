@@ -201,7 +201,7 @@ def test_an_own_file_is_also_looked_for_in_the_directory(tmp_path: Path) -> None
         ({"y_test": np.full(6, "a")}, "y_test of dtype <U1; labels must be integers"),
         ({"y_train": np.array(3)}, r"y_train of shape \(\); labels must be \[N\]"),
         ({"x_train": np.zeros((6, 5, 4), int)}, r"x_train of shape \(6, 5, 4\) \(int64\)"),
-        ({"x_train": np.zeros((6, 4), np.uint8)}, "flat features"),
+        ({"x_train": np.zeros((6, 4), np.uint8)}, r"x_train of shape \(6, 4\) \(uint8\)"),
         ({"x_train": np.zeros(6)}, r"x_train of shape \(6,\); images must be"),
         ({"x_train": np.zeros((6, 3, 32, 32), np.uint8)}, "looks channels first"),
         ({"x_train": np.full((6, 4), np.nan)}, "NaN or infinite numbers in x_train"),

@@ -20,6 +20,7 @@ from torch.func import grad, vmap
 
 from fedsim.clients.base import DenseGradient, Gradient
 from fedsim.models.parameters import call_with
+from fedsim.named_tensors import each
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 
@@ -56,7 +57,7 @@ class FuncPath:
         """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
         gradients, losses = torch.zeros_like(theta), torch.empty_like(weight)
         B = weight.shape[1]
-        x, y = (self._padded(t) for t in (x, y))
+        x, y = each(self._padded, x), self._padded(y)
         weight = F.pad(weight, (0, x.shape[1] - B))
         for clients in self._parts(theta):
             point, inputs = self._rows_of(theta, clients), self._rows_of(x, clients)
@@ -71,7 +72,7 @@ class FuncPath:
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""
         B = x.shape[1]
-        x = self._padded(x)
+        x = each(self._padded, x)
         return torch.cat(
             [
                 self._outputs(

@@ -24,15 +24,18 @@ from __future__ import annotations
 import builtins
 import copy
 import ctypes
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from fedsim.named_tensors import by_name, without_names
 from fedsim.tasks.losses import ExampleLoss, Loss
 from fedsim.training.structure.functions import apply_rule
 from fedsim.training.structure.tables import FUNCTIONS, METHODS, has_hooks, is_torchs_own, rule_of
@@ -116,13 +119,13 @@ def read(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, declared: bool =
     loss : callable
         fedsim's own losses are known; any other is read as a model is.
     x, y : Tensor ``[1 or more, ...]``
-        Inputs and targets, of which only shapes and dtypes matter.
+        Inputs (one, or several by name) and targets, of which only shapes and dtypes matter.
     declared : bool
         Whether to trust what a loss declares by an attribute ``across_batch``.
     """
     structure: Structure | None = None
     try:
-        structure = _read_model(model, _of_batch(x), x.device)
+        structure = _read_model(model, by_name(_of_batch, x), x.device)
     except NotReadError as error:
         return Reading(None, None, y, f"the model's {error}")
     across = getattr(loss, "across_batch", None)
@@ -145,14 +148,20 @@ def _of_batch(tensor: Tensor) -> Batched:
     return Batched(torch.empty((BATCH, *tensor.shape[1:]), dtype=tensor.dtype, device="meta"))
 
 
-def _read_model(model: nn.Module, x: Batched, device: torch.device) -> Structure:
-    for name, module in model.named_modules():
-        if has_hooks(module):
-            raise NotReadError(f"module '{name}' has hooks, which are not in a graph")
+def _read_model(
+    model: nn.Module, x: Batched | dict[str, Batched], device: torch.device
+) -> Structure:
     parameters = dict(model.named_parameters())
     # A copy with the same parameters: a forward may write to attributes while it is traced.
-    copied = copy.deepcopy(model, {id(p): p for p in parameters.values()})
-    graph, outputs = _traced(copied, [x], device)
+    copied = without_names(copy.deepcopy(model, {id(p): p for p in parameters.values()}))
+    for name, module in copied.named_modules():
+        if has_hooks(module):
+            raise NotReadError(f"module '{name}' has hooks, which are not in a graph")
+    if isinstance(x, dict) and (missing := x.keys() - signature(model.forward).parameters.keys()):
+        raise NotReadError(f"forward does not name its input '{min(missing)}'")
+    graph, outputs = _traced(copied, x if isinstance(x, dict) else [x], device)
+    if isinstance(x, dict):
+        _take_by_name(graph, x)
     module = fx.GraphModule(copied, graph)
     used_names = {name for name, _ in module.named_parameters()}
     # A row would have entries without a gradient.
@@ -160,6 +169,24 @@ def _read_model(model: nn.Module, x: Batched, device: torch.device) -> Structure
     if unused_names:
         raise NotReadError(f"parameter '{unused_names[0]}' is not used")
     return Structure(module.train(model.training), outputs)
+
+
+def _take_by_name(graph: fx.Graph, inputs: dict[str, Batched]) -> None:
+    """Give the graph one input, `NamedTensors`, of which it takes those of its own by name."""
+    nodes = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    with graph.inserting_before(next(iter(graph.nodes))):
+        whole = graph.placeholder("named_inputs")
+        whole.meta["value"] = inputs
+    after = whole
+    for name in inputs:
+        with graph.inserting_after(after):
+            after = graph.call_function(operator.getitem, (whole, name))
+        after.meta["value"] = inputs[name]
+        nodes[name].replace_all_uses_with(after)
+        graph.erase_node(nodes[name])
+    # A node that is taken may stand before a placeholder of an argument with a default.
+    for node in [node for node in graph.nodes if node.op == "placeholder" and node is not whole]:
+        whole.append(node)
 
 
 def _read_loss(loss: Loss, outputs: Batched, y: Tensor) -> Loss:
@@ -182,7 +209,7 @@ class _LossModule(nn.Module):
 
 
 def _traced(
-    root: nn.Module, inputs: list[Batched], device: torch.device
+    root: nn.Module, inputs: list[Batched] | dict[str, Batched], device: torch.device
 ) -> tuple[fx.Graph, Batched]:
     """The graph of a module, and the abstract value of its result."""
     tracer = _Tracer(inputs, device)
@@ -225,12 +252,12 @@ def _bytes(tensor: Tensor) -> bytes:
 class _Tracer(fx.Tracer):
     """torch's tracer, which also computes the abstract value of each node when it is made."""
 
-    def __init__(self, inputs: list[Batched], device: torch.device) -> None:
+    def __init__(self, inputs: list[Batched] | dict[str, Batched], device: torch.device) -> None:
         super().__init__()
         # Buffers are nodes too, so that writing to one is seen as writing to something fixed.
         self.proxy_buffer_attributes = True
         self.device = device
-        self._inputs = iter(inputs)
+        self._inputs = inputs if isinstance(inputs, dict) else iter(inputs)
         self._measuring = False
         self.constants = _Constants()
 
@@ -302,7 +329,10 @@ class _Tracer(fx.Tracer):
 
     def _result(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return next(self._inputs, None)
+            inputs = self._inputs
+            if isinstance(inputs, dict):
+                return inputs.get(str(node.target))
+            return next(inputs, None)
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise NotReadError("code switches gradients or precision, which is not in a graph")
         args, kwargs = self.value(node.args), self.value(node.kwargs)
