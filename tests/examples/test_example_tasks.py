@@ -18,8 +18,14 @@ from slow_cases import slow_but
 from fedsim.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TASKS = ("regression", "drift", "labels", "personal", "pfl", "resnet", "tabular", "text")
-SMALL = {"text": {"MOST": 12, "LENGTH": 6}, "pfl": {"MOST": 4, "IMAGES": 200}}
+TASKS = (
+    "regression", "drift", "labels", "personal", "pfl", "ratings", "resnet", "tabular", "text"
+)  # fmt: skip
+SMALL = {
+    "text": {"MOST": 12, "LENGTH": 6},
+    "pfl": {"MOST": 4, "IMAGES": 200},
+    "ratings": {"EACH": 6},
+}
 """What of a page's data is made smaller."""
 BLOCK = re.compile(r"^(?:<!-- (not run[^>]*) -->\n)?```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
