@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fedsim.models.hugging_face import give_logits
     from fedsim.models.normalization import (
         fix_normalisation,
+        keep_statistics,
         localise,
         refuse_running_statistics,
         running_statistics,
@@ -34,6 +35,7 @@ __all__ = [
     "fix_normalisation",
     "freeze",
     "give_logits",
+    "keep_statistics",
     "load_weights",
     "localise",
     "matching",

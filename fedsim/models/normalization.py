@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -80,9 +81,72 @@ def _replacement(module: _NormBase) -> nn.Module:
 STATISTICS = ("running_mean", "running_var")
 
 KEEP_FIXED = (
-    "keep them as they are: give the model a train() that leaves these layers in evaluation mode"
+    "keep them as they are: put these layers in evaluation mode, by their eval(), when the model "
+    "is made"
 )
 """Advice for layers whose features `fix_normalisation` would replace."""
+
+
+class FixedBatchNorm(nn.Module):
+    """BatchNorm whose running statistics never change: an affine map of each example by itself.
+
+    It keeps the layer's parameters and buffers under their names.
+
+    Parameters
+    ----------
+    layer : BatchNorm1d, 2d or 3d
+        The layer to replace; it must have running statistics.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        super().__init__()
+        self.eps, self.weight, self.bias = layer.eps, layer.weight, layer.bias
+        for name, buffer in layer.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x [B, C, ...]`` by the running statistics."""
+        scale = torch.rsqrt(self.running_var + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -self.running_mean * scale
+        shift = shift if self.bias is None else shift + self.bias
+        of_channels = -1, *[1] * (x.dim() - 2)
+        return x * scale.view(of_channels) + shift.view(of_channels)
+
+
+@check_arguments
+def keep_statistics(model: nn.Module) -> list[str]:
+    """Replace each BatchNorm that is in evaluation mode by a `FixedBatchNorm`.
+
+    Layers are also taken that a ``train`` of the model's own leaves in evaluation mode.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place.
+
+    Returns
+    -------
+    list of str
+        Names of the replaced layers.
+    """
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return []
+    stays = frozen_normalisation(model)
+    fixed: dict[nn.Module, nn.Module] = {}
+    names = []
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        is_fixed = isinstance(module, _BatchNorm) and (name in stays or not module.training)
+        if name and is_fixed and module.running_mean is not None and module not in fixed:
+            fixed[module] = FixedBatchNorm(module)
+        if module in fixed:  # perhaps under a second name
+            model.set_submodule(name, fixed[module])
+            names.append(name)
+    return names
 
 
 class LocalBatchNorm(nn.Module):
@@ -174,7 +238,7 @@ def frozen_normalisation(model: nn.Module) -> frozenset[str]:
     """Names of normalisation layers that stay in evaluation mode while the model is trained.
 
     Their running statistics never change, so that each is a fixed affine map of every example by
-    itself. A model keeps them so by a `train` of its own.
+    itself. A model keeps them so by a `train` of its own; see `keep_statistics`.
     """
     try:
         copied = copy.deepcopy(model).train()

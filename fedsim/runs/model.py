@@ -81,6 +81,9 @@ def _prepare_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, tupl
     if settings.personal and adapter is None:
         names = [name for name, _ in model.named_parameters()]
         models.localise(model, models.matching("model.personal", settings.personal, names))
+    if kept := models.keep_statistics(model):
+        layers = f"{kept[0]} and {len(kept) - 1} other layers" if len(kept) > 1 else kept[0]
+        notes.append(f"The statistics of {layers}, in evaluation mode, stay as they are.")
     if settings.weights:
         models.load_weights(model, settings.weights, settings.weights_for)
     models.refuse_unusable_parameters(model)

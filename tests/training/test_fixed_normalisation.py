@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import numpy as np
 import pytest
 import torch
 from clients_helpers import joined, make_data
 from torch import nn
 
+import fedsim
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
-from fedsim.models import refuse_running_statistics
+from fedsim.models import keep_statistics, refuse_running_statistics
 from fedsim.randomness import Randomness
 from fedsim.training import ExamplePrivacy, Trainer
+from fedsim.training.probe import Probe, gradient_methods
 
 
 class Features(nn.Module):
@@ -74,7 +79,9 @@ def test_a_layer_that_goes_into_training_mode_is_refused_with_advice_that_keeps_
     def make(model):
         Trainer(model, SGD(lr=0.1), make_data([9]), randomness=Randomness(1))
 
-    with pytest.raises(FedsimError, match=r"'body.1' .* not trained.* train\(\) that leaves"):
+    with pytest.raises(
+        FedsimError, match=r"'body.1' .* not trained.* evaluation mode, by their eval\(\)"
+    ):
         make(Features(stays=False))
     with pytest.raises(FedsimError, match=r"'body.1' .* mixes examples .* model.fix = true"):
         make(Features(stays=False, frozen=False))
@@ -84,3 +91,84 @@ def test_a_layer_that_goes_into_training_mode_is_refused_with_advice_that_keeps_
     no_statistics.body[1] = nn.BatchNorm1d(5, track_running_stats=False)
     with pytest.raises(FedsimError, match="mixes examples"):
         make(no_statistics)
+
+
+class Images(nn.Module):
+    """Convolutions between BatchNorms, of which one has no scale, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 4, 3)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)])
+        self.head = nn.Linear(16, 3)
+        for norm in self.norms:
+            norm.eval().running_mean += torch.linspace(-1, 1, 4)
+            norm.running_var *= torch.linspace(0.5, 2, 4)
+
+    def forward(self, x):
+        x = self.norms[0](self.first(x)).relu()
+        return self.head(self.norms[1](self.second(x)).flatten(1))
+
+
+@pytest.mark.parametrize("trains_scale", [False, True])
+def test_a_layer_in_evaluation_mode_is_one_like_others(trains_scale):
+    torch.manual_seed(0)
+    plain = Images().double()
+    plain.norms.requires_grad_(trains_scale)
+    model = copy.deepcopy(plain)
+    assert keep_statistics(model) == ["norms.0", "norms.1"]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    data = make_data([6, 9, 0], 36, dtype=torch.float64, shape=(1, 6, 6))
+    method = "vmapped" if trains_scale else "factored"
+    privacy = ExamplePrivacy(Clipping(1e3), 0.0)
+    for chosen in (None, privacy):
+        trainer = Trainer(
+            copy.deepcopy(model), SGD(lr=0.1), data, batch_size=0, steps=3, privacy=chosen,
+            randomness=Randomness(1, "ab"),
+        )  # fmt: skip
+        assert trainer.trained.reading.structure is not None
+        if chosen is not None:
+            assert Probe(trainer.trained).fastest(gradient_methods(trainer.trained)).name == method
+        rows, _ = joined(trainer.train(trainer.initial(), np.arange(3), 1))
+        for client, part in enumerate(data.indices[:2]):
+            # Evaluation mode is that of the layers alone: the plain loop never calls train().
+            looped = copy.deepcopy(plain)
+            trained = [p for p in looped.parameters() if p.requires_grad]
+            for _ in range(3):
+                loss = nn.functional.cross_entropy(looped(data.x[part]), data.y[part])
+                gradients = torch.autograd.grad(loss, trained)
+                for parameter, gradient in zip(trained, gradients, strict=True):
+                    parameter.data -= 0.1 * gradient
+            update = torch.cat([p.detach().flatten() for p in trained]) - trainer.initial()
+            # At example level batches are Poisson draws: all of a client's at rate 1.
+            torch.testing.assert_close(rows[client], update, rtol=1e-8, atol=1e-10)
+        statistics = dict(trainer.model.named_buffers())
+        assert all(torch.equal(statistics[k], v) for k, v in plain.named_buffers())
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        {"mechanism.name": "clipping", "noise.multiplier": 1.0},
+        {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0},
+    ],
+    ids=["clients", "examples"],
+)
+def test_a_private_run_keeps_the_statistics_that_a_model_came_with(privacy, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+    config = {"rounds": 2, "partition.clients": 5, **privacy}
+    run = fedsim.RunConfig.from_run_config(config)
+    with pytest.raises(FedsimError, match="BatchNorm1d"):
+        fedsim.run(run, model=model)
+    model[1].eval().requires_grad_(False).running_mean += 0.1
+    out = tmp_path / "run"
+    fedsim.run(run, model=model, out=out)
+    notes = json.loads((out / "summary.json").read_text())["notes"]
+    assert "The statistics of 1, in evaluation mode, stay as they are." in notes
+    saved = fedsim.load(out, model=model)
+    assert torch.equal(saved.trained[1].running_mean, model[1].running_mean)
+    assert not torch.equal(saved.trained[0].weight, model[0].weight)
+    assert any(
+        "by structure" in line for s in saved.record.statements for line in s.sentences()
+    ) == ("client.mechanism.name" in privacy)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedsim.models.normalization import FixedBatchNorm
 from fedsim.training.structure.functions import (
     Rule,
     attention,
@@ -178,6 +179,7 @@ BY_EXAMPLE = (
     nn.ELU,
     nn.Flatten,
     nn.Identity,
+    FixedBatchNorm,
 )
 """Modules whose output for an example is a function of that example alone, without random draws."""
 
