@@ -27,7 +27,7 @@ from fedsim.datasets.array_checks import UNUSABLE
 from fedsim.datasets.files import data_files
 from fedsim.datasets.load import array_of, inputs_of, kind_of
 from fedsim.errors import FedsimError
-from fedsim.models import load_weights
+from fedsim.models import load_weights, values_of
 from fedsim.named_tensors import NamedTensors, by_name
 from fedsim.privacy import Statement
 from fedsim.privacy.verification import model_metadata
@@ -70,8 +70,9 @@ def load(
     path : path
         The run's directory.
     model : nn.Module, optional
-        For a run that was given ``model=``: a model of the same architecture. Its weights are
-        replaced by the run's.
+        For a run that was given ``model=``: a model of the same architecture. Its parameters and
+        buffers are set to the run's, unless an adapter or `model.fix` gave the run other layers;
+        `SavedRun.trained` is a copy in any case.
     best : bool
         Whether to load the model of the best round, which `checkpoint.best` saves.
     merge : bool
@@ -118,7 +119,10 @@ def load(
         )
     if merge and (config.adapter.name == "none" or config.model.personal):
         raise FedsimError(f"{directory.path} has no adapter shared by all clients to merge.")
-    return SavedRun(directory, config, record, model, state, merge)
+    saved = SavedRun(directory, config, record, model, state, merge)
+    if model is not None:
+        _set_values(model, saved.trained)
+    return saved
 
 
 @dataclass(frozen=True)
@@ -513,6 +517,16 @@ class SavedRun:
                 "whose shape is written at a run's end; resume it in Python with data=."
             )
         return resolve_data(self._config).dataset
+
+
+@torch.no_grad()
+def _set_values(model: nn.Module, trained: nn.Module) -> None:
+    """Give a model the values of another one, if it has the same tensors by name."""
+    own, values = values_of(model), values_of(trained)
+    shapes = ({name: value.shape for name, value in named.items()} for named in (own, values))
+    if next(shapes) == next(shapes):
+        for name, value in values.items():
+            own[name].copy_(value)
 
 
 def _input_dtype(x: Tensor) -> torch.dtype:

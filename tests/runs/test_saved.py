@@ -313,7 +313,17 @@ def test_a_model_from_python_is_given_again_to_be_loaded(
     settings = {"rounds": 2, "partition.clients": 6, "engine.device": "cpu", **adapter}
     config = RunConfig().replace(**settings)
     result = fedsim.run(config, model=network(), out=tmp_path)
-    saved = fedsim.load(tmp_path, model=network())
+    given = network()
+    before = given[1].weight.clone()
+    saved = fedsim.load(tmp_path, model=given)
+    if adapter:  # it has layers that the model has not
+        assert torch.equal(given[1].weight, before)
+        given = network()
+        fedsim.load(tmp_path, model=given, merge=True)
+        assert not torch.equal(given[1].weight, before)
+    with torch.no_grad():
+        logits = given(torch.ones(2, 64))
+    torch.testing.assert_close(saved.model(torch.ones(2, 64)), logits)
     accuracy = saved.evaluate()["accuracy"]
     assert accuracy == pytest.approx(result.metrics[-1]["test-accuracy"], abs=1e-12)
     with pytest.raises(FedsimError, match=r"trained from an object, model=.*fedsim\.load\("):
