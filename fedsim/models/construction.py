@@ -95,7 +95,7 @@ def build(
         is_recipe = dataclasses.is_dataclass(model) and not isinstance(model, nn.Module)
         if is_recipe:
             sizes = complete_arguments(model, name, offered)
-            if by_name:
+            if by_name and "input_shape" in sizes:
                 raise FedsimError(
                     f"model.name is '{name}', which takes one input, but the data have "
                     f"{', '.join(map(str, input_shape))} by name; it must be a model of your own, "

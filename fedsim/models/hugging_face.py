@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,8 @@ class HuggingFaceModel:
     def __post_init__(self) -> None:
         check_settings(self, "model.")
 
-    def __call__(self, num_classes: int, vocabulary: int) -> Any:
-        """Load it.
+    def __call__(self, num_classes: int, vocabulary: int | Mapping[str, int]) -> Any:
+        """Load it; of several inputs by name the tokens are ``input_ids``.
 
         Raises
         ------
@@ -77,6 +77,8 @@ class HuggingFaceModel:
                 "be a folder of a model that transformers knows, with weights as safetensors."
             ) from error
         known = getattr(model.config.get_text_config(), "vocab_size", None) or 0
+        if isinstance(vocabulary, Mapping):
+            vocabulary = vocabulary.get("input_ids", 0)
         if vocabulary > known:
             raise FedsimError(
                 f"{where} knows {known:,} tokens, and the data have {vocabulary:,} "
