@@ -167,3 +167,32 @@ def test_the_privacy_command_answers_for_examples(tmp_path: Path) -> None:
     spent = fedsim.run(BASE).privacy.epsilon
     assert f"{spent:.4f}" in said
     assert "example, zero-out" in said
+
+
+def test_noise_drawn_as_on_a_gpu_is_another_release_at_the_same_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its draws have the same bytes on a CPU, so that a GPU is not needed."""
+    on_host = fedsim.run(BASE, out=tmp_path / "host")
+    for module in ("local_rounds", "trainer"):
+        monkeypatch.setattr(
+            f"fedsim.training.{module}.draws_on_device", lambda _, entropy: entropy == "config"
+        )
+    assert not resolve(BASE.replace(**{"noise.entropy": "system"})).trainer.draws_noise_in_steps
+    in_steps = [
+        fedsim.run(BASE.replace(**{"client.block-size": size}), out=tmp_path / f"{size}")
+        for size in (1, 5)
+    ]
+    # Whoever shares the block, and resumed or not; on a host's terms it is another run.
+    fedsim.run(BASE.replace(rounds=1), out=tmp_path / "parts")
+    in_steps.append(fedsim.run(BASE, out=tmp_path / "parts", resume=True))
+    models = [
+        np.concatenate([array.numpy().ravel() for array in result.arrays.values()])
+        for result in (on_host, *in_steps)
+    ]
+    assert all(np.array_equal(model, models[1]) for model in models[1:])
+    assert not np.array_equal(models[0], models[1])
+    assert abs(models[0] - models[1]).max() < 1
+    assert in_steps[0].privacy.epsilon == on_host.privacy.epsilon
+    with pytest.raises(FedsimError, match="on a CPU or a GPU as it began"):
+        fedsim.run(BASE.replace(rounds=3), out=tmp_path / "host", resume=True)
