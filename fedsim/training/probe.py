@@ -65,6 +65,8 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
             methods.append(HookMethod(module, packing, read_loss, layers))
         if is_recurrent(module) and owned_by_layers(structure, packing):
             methods.append(OpacusMethod(module, packing, read_loss))
+        if on_gpu:  # all clients at once, which only what changes nothing can be
+            methods.append(VmapMethod(module, packing, read_loss, None))
     methods.append(VmapMethod(model, packing, loss, state))
     drawing = trained.draws.training or trained.draws.evaluation
     return [*methods, SingleExampleMethod(model, packing, loss, state, drawing)]

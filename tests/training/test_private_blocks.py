@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.ordinary_networks import TASKS
 from fedsim.clients import SGD, AdadpLR
 from fedsim.mechanisms import (
     AdaClip,
@@ -496,6 +497,30 @@ def test_steps_of_a_whole_block_are_those_of_one_client_after_another(monkeypatc
             found.append(on_a_gpu(patch, AdaClip(0.5), make, method, **how)[0])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["residual", "attention", "u-net", "wide-and-deep", "lora"])
+def test_users_models_that_were_read_give_rows_of_a_whole_block(name):
+    (task,) = (task for task in TASKS if task.name == name)
+    torch.manual_seed(0)
+    x, y = task.examples(6, torch.Generator().manual_seed(1))
+    data = ClientData(x, y, [np.arange(3), np.arange(3, 6)])
+    model = task.model()
+    trainer = trainer_of(
+        Clipping(1.0), model=model, data=data, batch_size=3, steps=1, loss=task.loss, metrics={}
+    )
+    trained, structure = trainer.trained, trainer.trained.reading.structure
+    method = VmapMethod(structure.module, trained.packing, trained.reading.loss, None)
+    assert method.takes_blocks
+    theta = trainer.packing.pack(trainer.initial()[None]).expand(2, -1).clone()
+    theta += 0.01 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2))
+    inputs = data.inputs(torch.arange(6).view(2, 3), torch.float32)
+    targets = data.targets(torch.arange(6).view(2, 3), torch.float32)
+    rows, losses = method.block_rows(theta, inputs, targets)
+    for k in range(2):
+        own, own_losses = trainer.rounds.private.method.of_client(theta[k], inputs[k], targets[k])
+        torch.testing.assert_close(rows.dense()[k], own.dense()[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(losses[k], own_losses, rtol=1e-4, atol=1e-5)
 
 
 step_of_a_block = PrivateStepper.step_eagerly

@@ -132,9 +132,15 @@ class VmapMethod(GradientMethod):
     """Per-example gradients by `torch.func.vmap`.
 
     The model and the loss see one example, so that they cannot mix examples.
+
+    Attributes
+    ----------
+    state : OwnState or None
+        What they may change, restored after each call; None for a graph that was read, which
+        changes nothing.
     """
 
-    state: OwnState
+    state: OwnState | None
 
     name = "vmapped"
     evidence = ONE_AT_A_TIME
@@ -142,7 +148,7 @@ class VmapMethod(GradientMethod):
     @property
     def takes_blocks(self) -> bool:
         """Whether nothing need be restored after a call, which would read it."""
-        return self.state.stateless
+        return self.state is None or self.state.stateless
 
     def block_rows(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of a block's clients, for a GPU."""
@@ -153,7 +159,7 @@ class VmapMethod(GradientMethod):
     def of_client(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         """Rows and losses of one client."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
-        with self.state.restored():
+        with nullcontext() if self.state is None else self.state.restored():
             gradients, losses = self._of_examples(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
         return DenseRows(torch.cat(parts, dim=1)[None]), losses
