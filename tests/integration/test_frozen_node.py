@@ -30,14 +30,15 @@ from fedsim.runs.runner import drive
 NODES, FROZEN = 4, 3
 CONFIG = RunConfig.parse(
     {
-        "rounds": 8,
+        "rounds": 6,
         "seed": 2,
         "partition": {"clients": NODES, "max-examples": 60},
         "client": {"steps": 3},
-        "cohort": {"name": "buffered", "concurrency": 4, "buffer": 2, "participations": 6},
+        "cohort": {"name": "buffered", "concurrency": 4, "buffer": 2, "participations": 5},
         "mechanism": {"name": "clipping"},
         "noise": {"multiplier": 2.0, "entropy": "config"},
-        "devices": {"duration": 10.0},
+        # Long enough for a busy machine: nobody else is late.
+        "devices": {"duration": 25.0},
         "evaluate": {"every": 0},
         "engine": {"device": "cpu", "name": "deployment"},
     }
@@ -92,7 +93,7 @@ def test_a_private_run_releases_zeros_in_a_frozen_nodes_places(
     rehearsal: Rehearsal, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with_a_frozen_node(rehearsal, CONFIG, runs)
-    rows = run.metrics_file.rows()[-8:]
+    rows = run.metrics_file.rows()[-6:]
     schedule = resolve(CONFIG.replace(**{"engine.name": "local"})).devices.schedule
     assert schedule is not None
     of_frozen = schedule.client_ids == FROZEN
@@ -109,9 +110,9 @@ def test_a_private_run_releases_zeros_in_a_frozen_nodes_places(
     assert torch.equal(found, resolved.trainer.layout.flatten(tensors(local.arrays)))
     # Ledger, epsilon and statement are those of the whole plan, whoever was there.
     ledger = Ledger.read(run.ledger)
-    assert [entry.event.count for entry in ledger.entries] == [1, *[0] * 7]
+    assert [entry.event.count for entry in ledger.entries] == [1, *[0] * 5]
     assert ledger.heads[-1] == local.ledgers.server.heads[-1]
-    assert rows[-1]["epsilon"] == pytest.approx(gaussian_epsilon(6**0.5 / 2, 1e-5), rel=1e-6)
+    assert rows[-1]["epsilon"] == pytest.approx(gaussian_epsilon(3**0.5 / 2, 1e-5), rel=1e-6)
     for command in ("verify", "privacy"):
         with pytest.raises(SystemExit) as ended:
             main([command, str(run.path)])
@@ -124,6 +125,6 @@ def test_a_private_run_releases_zeros_in_a_frozen_nodes_places(
 def test_without_privacy_the_others_fill_the_buffer(rehearsal: Rehearsal, runs: Path) -> None:
     run = run_with_a_frozen_node(rehearsal, CONFIG.replace(**AS_THEY_COME), runs)
     rows = run.metrics_file.rows()
-    assert [row["round"] for row in rows[-8:]] == [*range(1, 9)]
-    assert all(row["asked"] == 2 for row in rows[-8:])
-    assert sum(row["usable"] for row in rows[-8:]) >= 15
+    assert [row["round"] for row in rows[-6:]] == [*range(1, 7)]
+    assert all(row["asked"] == 2 for row in rows[-6:])
+    assert sum(row["usable"] for row in rows[-6:]) >= 11
