@@ -112,7 +112,7 @@ def test_a_private_run_releases_zeros_in_a_frozen_nodes_places(
     ledger = Ledger.read(run.ledger)
     assert [entry.event.count for entry in ledger.entries] == [1, *[0] * 5]
     assert ledger.heads[-1] == local.ledgers.server.heads[-1]
-    assert rows[-1]["epsilon"] == pytest.approx(gaussian_epsilon(3**0.5 / 2, 1e-5), rel=1e-6)
+    assert rows[-1]["epsilon"] == pytest.approx(gaussian_epsilon(5**0.5 / 2, 1e-5), rel=1e-6)
     for command in ("verify", "privacy"):
         with pytest.raises(SystemExit) as ended:
             main([command, str(run.path)])
