@@ -27,7 +27,7 @@ from fedsim.federation.buffered.schedule import LATENESS, ReleaseSchedule
 from fedsim.federation.engines import client_app as client_app_module
 from fedsim.federation.engines.client_app import hold_answers
 from fedsim.federation.flower_internals import unavailable
-from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy
+from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, PrivateScalar
 from fedsim.randomness import Randomness
 from fedsim.rows.block import KEEP_SINCE
 from fedsim.strategies import Availability, DPFedAvg
@@ -61,8 +61,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Network(LocalGrid):
     """Nodes that answer after some seconds of the clock.
 
-    A node that is frozen (NEVER) gets its messages and says nothing. Of a node that is lost, the
-    SuperLink says so, in an error of its own, under its own node id.
+    A node that is frozen (NEVER) gets its messages and says nothing. Of a node that is lost, and of
+    a message that has expired, the SuperLink says so, in an error under its own node id.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Network(LocalGrid):
         super().__init__(clients, num_nodes=len(seconds))
         self.clock, self.seconds, self.lost, self.absent = clock, list(seconds), {*lost}, absent
         self.sent: dict[str, tuple[float, int, Message]] = {}
+        self.times: dict[str, float] = {}
         self.asked: list[tuple[float, int]] = []
         self.pulled: list[int] = []
 
@@ -89,6 +90,7 @@ class Network(LocalGrid):
         for message_id, message in zip(ids, messages, strict=True):
             client = message.metadata.dst_node_id - 2
             self.asked.append((self.clock.now, client))
+            self.times[message_id] = self.clock.now
             end = self.clock.now + (0.05 if client in self.lost else self.seconds[client])
             self.sent[message_id] = end, client, message
             self.clock.events.append(end)
@@ -105,7 +107,9 @@ class Network(LocalGrid):
 
     def _answered(self, client: int, message_id: str) -> Message:
         self.pulled.append(client)
-        if client in self.lost:
+        _, _, message = self.sent[message_id]
+        expired = self.clock.now > self.times[message_id] + message.metadata.ttl
+        if client in self.lost or expired:
             return unavailable(message_id, self.run.run_id)
         (answer,) = super().pull_messages([message_id])
         return answer
@@ -155,7 +159,12 @@ def made_virtually(failing: set[int], mechanism: Mechanism | None = None) -> Ten
     return flat(strategy.start(LocalGrid(trainer), initial(trainer), ROUNDS).arrays)
 
 
-@pytest.mark.parametrize("mechanism", [Clipping(0.2), NoPrivacy("uniform")], ids=["dp", "none"])
+SCALAR = PrivateScalar(Clipping(0.2), name="loss", high=5.0, fraction=0.1)
+
+
+@pytest.mark.parametrize(
+    "mechanism", [Clipping(0.2), SCALAR, NoPrivacy("uniform")], ids=["dp", "scalar", "none"]
+)
 @pytest.mark.parametrize("fault", ["none", "frozen", "lost", "late", "away"])
 def test_releases_have_the_bytes_of_the_virtual_clock_whoever_does_not_answer(
     fault: str, mechanism: Mechanism, clock: Clock
@@ -202,6 +211,18 @@ def test_requests_are_sent_at_their_times_and_only_to_those_of_the_schedule(cloc
     assert [client for _, client in network.asked] == [client for _, client in expected]
     times = [time for time, _ in network.asked]
     assert times == pytest.approx([start for start, _ in expected], abs=0.02)
+
+
+def test_answers_that_came_in_time_count_however_long_the_server_was_busy(clock: Clock) -> None:
+    trainer = trainer_of()
+    network = Network(trainer, clock, 0.6 * SECONDS)
+
+    def busy(number: int, result: object) -> None:
+        clock.now += 1000
+
+    result = strategy_of().start(network, initial(trainer), ROUNDS, on_round=busy)
+    assert torch.equal(flat(result.arrays), made_virtually(set()))
+    assert clock.now == pytest.approx(SCHEDULE.times[-1] + 1000 * ROUNDS, rel=1e-9)
 
 
 def test_a_run_resumed_after_any_release_ends_with_the_same_bytes(clock: Clock) -> None:

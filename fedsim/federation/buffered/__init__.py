@@ -1,1 +1,1 @@
-"""Buffered asynchronous rounds: their schedule, and the sums of releases to come."""
+"""Buffered asynchronous rounds: their schedule, the sums of releases to come, and real time."""

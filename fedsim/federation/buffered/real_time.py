@@ -49,6 +49,8 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows
 from fedsim.rows.block import KEEP_SINCE, Block
 
+BUSY = 3600.0
+"""Seconds that the server may be busy with a release and what follows, such as an evaluation."""
 LONGEST_PAUSE = 0.5
 """Seconds at most from one look at the answers to the next."""
 
@@ -131,8 +133,8 @@ class Requests(Extra):
                 recipient = Recipients(np.array([client]), node)
                 own = replace(instructions, recipients=recipient, numbers={})
                 (message,) = own
-                # Its answer may be pulled some time after it has come.
-                message.metadata.ttl = min(message.metadata.ttl, seconds + 60)
+                # An answer that has come in time is pulled once the server is not busy any more.
+                message.metadata.ttl = min(message.metadata.ttl, seconds + BUSY)
                 messages.append(message)
                 sent.append((client, own, release, seconds))
         ids = list(grid.push_messages(messages)) if messages else []
