@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
+from fedsim.named_tensors import each
 from fedsim.randomness import Purpose, Randomness
 
 FACTORS = ("lora_A", "lora_B")
@@ -60,7 +61,7 @@ class LowRankLinear(nn.Module):
         base: Tensor = self.base_layer(x)
         if self.converts:
             x = x.to(torch.float32)
-        outputs = base + self.lora_B(self.lora_A(x)) * self.scaling
+        outputs: Tensor = base + self.lora_B(self.lora_A(x)) * self.scaling
         return outputs.to(base.dtype) if self.converts else outputs
 
     @torch.no_grad()
@@ -142,7 +143,7 @@ def _convert_inputs(
     half: torch.dtype, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Floating-point inputs of a model in half precision, in that: data are in float32."""
-    converted = tuple(_as(half, value) for value in inputs)
+    converted = tuple(each(partial(_as, half), value) for value in inputs)
     return converted, {name: _as(half, value) for name, value in keywords.items()}
 
 

@@ -73,7 +73,8 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
     # a table if this client's file holds arrays.
     declared = settings.object_settings if settings.registered(settings.name) == "files" else {}
     if not is_table(Path(file)):
-        declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
+        of_tables = ("columns", "types", "tokenizer")
+        declared = {k: v for k, v in declared.items() if k not in of_tables}
     protected = config.protects
     dataset = datasets.load(file, normalize=settings.normalize, protected=protected, **declared)
     dealer = partitioner(config)

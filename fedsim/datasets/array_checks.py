@@ -102,7 +102,7 @@ def _inputs(key: str, array: Array, layout: AxisOrder, where: str, protected: bo
     if kind not in "uifb":
         raise FedsimError(
             f"{where} has {key} of dtype {array.dtype}; images must be uint8 (0 to 255), "
-            "features numbers or booleans, tokens integers."
+            "features numbers or booleans, tokens integers (which data.tokenizer makes of texts)."
         )
     image = array.dtype == np.uint8 and array.ndim > 2
     floating = kind == "f"

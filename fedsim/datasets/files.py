@@ -16,13 +16,15 @@ from fedsim.datasets.hugging_face import (
     hub_folder,
     is_saved,
     missing_on_hub,
+    read_columns,
     read_parquet,
     read_saved,
 )
-from fedsim.datasets.tables import is_table, read_table
+from fedsim.datasets.tables import is_table, read_table, read_tables
+from fedsim.datasets.texts import arrays_of_texts, text_roles
 from fedsim.errors import FedsimError
 from fedsim.registry import register
-from fedsim.settings import Ge
+from fedsim.settings import Ge, NamesPath
 from fedsim.synonyms import closest
 
 _SUFFIXES = (".npz", ".csv")
@@ -62,7 +64,12 @@ class Files:
     types: str = ""
     """The types of a table's columns: a range, which is scaled to [0, 1], categories, or numbers
     that are not scaled: 'age=0:100,sex=female|male,height=number'. A comma or a bar
-    within a category has a backslash before it."""
+    within a category has a backslash before it. With `tokenizer`, the number of tokens in a
+    sequence: 'body=tokens:128'."""
+    tokenizer: Annotated[str, NamesPath()] = ""
+    """A local folder of a tokenizer of transformers, by which a column of texts
+    (data.columns = 'x=body,owner=author') becomes sequences of tokens; the target of each token is
+    the next one."""
 
     def __call__(self, directory: Path, normalize: bool, protected: bool = False) -> Dataset:
         """Read the files, or memory-map them if they are ``.npy``; see `load` for parameters.
@@ -73,7 +80,7 @@ class Files:
             If they are missing or not usable.
         """
         path = _data_path(self.path, directory)
-        arrays = self._read(path, normalize, protected)
+        arrays = (self._texts if self.tokenizer else self._read)(path, normalize, protected)
         if normalize and arrays.mean is None:
             raise FedsimError(
                 f"data.normalize is true, but {path} has no mean and std for each channel; "
@@ -103,6 +110,19 @@ class Files:
                 "Hugging Face; arrays are known by their own names (x_train, y_train, owner_train)."
             )
         return read_folder(path) if path.is_dir() else read_npz(path)
+
+    def _texts(self, path: Path, normalize: bool, protected: bool) -> Arrays:
+        roles = text_roles(self.columns, str(path))
+        if is_table(path):
+            train, test = read_tables(path, protected)
+        elif is_saved(path) or has_parquet(path):
+            train, test = read_columns(path, [*roles.values()])
+        else:
+            raise FedsimError(
+                f"data.tokenizer is '{self.tokenizer}', but {path} has no column of texts; it must "
+                "be a table, or a data set of Hugging Face."
+            )
+        return arrays_of_texts(train, test, roles, self.types, self.tokenizer, protected, str(path))
 
 
 def data_files(name: str, folder: Path) -> set[tuple[int, int]]:

@@ -185,6 +185,15 @@ def read_saved(path: Path, columns: str) -> Arrays:
         If the package is not installed, the folder is damaged, a split or a column is missing, or
         a column is no array of numbers or strings.
     """
+    saved, names = _load_saved(path), _names(columns)
+    train, test = (
+        {ours: _array(saved[split], split, theirs, path) for ours, theirs in names.items()}
+        for split in SPLITS
+    )
+    return Arrays(train, test)
+
+
+def _load_saved(path: Path) -> Any:
     optional_packages.require(f"{path}, which the package datasets has saved,", "datasets")
     import datasets
 
@@ -195,16 +204,29 @@ def read_saved(path: Path, columns: str) -> Arrays:
             f"{path} could not be read ({cause(error)}); it must be a folder that datasets has "
             "saved."
         ) from error
-    names = _names(columns)
     if any(split not in saved for split in SPLITS):
         raise FedsimError(
             f"{path} has the splits {', '.join(saved)}; it must have {' and '.join(SPLITS)}."
         )
-    train, test = (
-        {ours: _array(saved[split], split, theirs, path) for ours, theirs in names.items()}
-        for split in SPLITS
-    )
-    return Arrays(train, test)
+    return saved
+
+
+def read_columns(path: Path, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Columns of the training and of the test examples, as they are; None without test files.
+
+    Raises
+    ------
+    FedsimError
+        As of `read_saved` and `read_parquet`.
+    """
+    if is_saved(path):
+        saved = _load_saved(path)
+        train, test = ({n: _array(saved[s], s, n, path) for n in names} for s in SPLITS)
+        return train, test
+    optional_packages.require(f"{path}, a folder of parquet files,", "pyarrow")
+    files = _files_of_splits(path)
+    train, test = ({n: _column(files[s], s, n, path) for n in names} for s in SPLITS)
+    return train, test if files["test"] else None
 
 
 def _names(columns: str) -> dict[str, str]:

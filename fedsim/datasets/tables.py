@@ -64,11 +64,15 @@ def read_table(path: Path, columns: str, types: str, normalize: bool, protected:
         If a file cannot be read or its lines do not have one value for each column; see also
         `arrays_of_tables`.
     """
-    if path.is_dir():
-        train, test = (read_csv(path / f"{split}.csv", protected) for split in ("train", "test"))
-    else:
-        train, test = read_csv(path, protected), None
+    train, test = read_tables(path, protected)
     return arrays_of_tables(train, test, columns, types, normalize, protected, str(path))
+
+
+def read_tables(path: Path, protected: bool) -> tuple[Table, Table | None]:
+    """Columns of a CSV file, or of a folder's ``train.csv`` and ``test.csv``; see `read_csv`."""
+    if path.is_dir():
+        return read_csv(path / "train.csv", protected), read_csv(path / "test.csv", protected)
+    return read_csv(path, protected), None
 
 
 def is_table(path: Path) -> bool:
@@ -124,7 +128,7 @@ def arrays_of_tables(
     if protected:
         _refuse_found(roles, declared, normalize, where)
     if test is None:
-        train, test = _split_rows(train, where)
+        train, test = split_rows(train, where)
     roles.require_examples(train, test, where)
     kinds = {
         name: declared.get(name) or found_type(name, train[name], test[name], where)
@@ -135,7 +139,7 @@ def arrays_of_tables(
     if reader.are_classes:
         reader.warn_of_amounts([*train[roles.targets[0]], *test[roles.targets[0]]])
     plain = {
-        ours: _plain_columns(train[name], test[name], name, where, protected)
+        ours: plain_columns(train[name], test[name], name, where, protected)
         for ours, name in roles.others.items()
     }
     arrays = reader.arrays(train, "training", protected)
@@ -475,7 +479,7 @@ def _are_whole(values: Column) -> bool:
     return all(number(value).is_integer() for value in values)
 
 
-def _plain_columns(
+def plain_columns(
     train: Column, test: Column, name: str, where: str, protected: bool
 ) -> list[npt.NDArray[Any]]:
     """Both parts of a column as integers, if all their values are integers; otherwise as texts.
@@ -543,7 +547,7 @@ def _one_spelling(text: str) -> str:
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def _split_rows(table: Table, where: str) -> tuple[Table, Table]:
+def split_rows(table: Table, where: str) -> tuple[Table, Table]:
     """Split a table into training and test rows: every fifth is a test row."""
     columns = {name: np.asarray(column, dtype=object) for name, column in table.items()}
     count = len(next(iter(columns.values()), ()))

@@ -406,8 +406,8 @@ class Policy:
         values = []  # pairs, since the options of two metrics may have the same key
         for key, mark in path_keys(config).items():
             value = str(flat.get(key, ""))
-            # Of a run's data nothing is read where the node has a file of its own.
-            if self.data and key.startswith("data."):
+            # Of a run's examples nothing is read where the node has a file of its own.
+            if self.data and key in ("data.name", "data.dir"):
                 continue
             # Defaults are allowed: they name no private file.
             if mark.use != "operator" and not mark.is_name(value) and value != defaults.get(key):

@@ -279,3 +279,34 @@ def test_a_base_in_bfloat16_is_peft_s_own_under_the_same_adapter(
         expected = theirs(x).logits
     assert expected.dtype is torch.bfloat16
     assert torch.equal(saved.model(x), expected.float())
+
+
+@pytest.mark.parametrize(
+    "others", [[], PRIVATE["clients"], PRIVATE["examples"], ["model.dtype=bfloat16"]]
+)
+def test_a_classifier_takes_tokens_and_their_mask_by_name(
+    tmp_path: Path, others: list[str]
+) -> None:
+    torch.manual_seed(1)
+    settings = transformers.BertConfig(
+        vocab_size=TOKENS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=24, max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(settings).eval()
+    tokens = (np.arange(24)[:, None] * 5 + np.arange(LENGTH)) % TOKENS
+    mask = (np.arange(LENGTH) < 3 + np.arange(24)[:, None] % 4).astype("int64")
+    columns = {"x_input_ids": tokens, "x_attention_mask": mask, "y": np.arange(24) % 3}
+    data = {f"{k}_{split}": value for k, value in columns.items() for split in ("train", "test")}
+    config = RunConfig.from_overrides(
+        [*COMMON, "partition.name=iid", "task.metrics=accuracy", "adapter.targets=*.query,*.value",
+         *others]
+    )  # fmt: skip
+    declared = {"classes": 3, "vocabulary": TOKENS}
+    fedsim.run(config, data=data | declared, model=model, out=tmp_path / "run")
+    saved = fedsim.load(tmp_path / "run", model=model)
+    masked = saved.predict_proba({"input_ids": tokens, "attention_mask": mask})
+    changed = np.where(mask, tokens, 0)  # what the mask hides
+    np.testing.assert_allclose(
+        saved.predict_proba({"input_ids": changed, "attention_mask": mask}), masked, atol=1e-6
+    )
+    assert masked.shape == (24, 3)
