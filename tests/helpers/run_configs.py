@@ -19,6 +19,11 @@ FIXED = ["cohort.name=fixed", "cohort.size=9"]
 CLIPPING = ["mechanism.name=clipping", "mechanism.clip-norm=0.5", "noise.multiplier=0.8"]
 EXAMPLES = ["client.mechanism.name=clipping", "client.noise.multiplier=0.9"]
 SHARES = ["noise.placement=client"]
+BUFFERED = [
+    "rounds=4", "client.steps=2", "cohort.name=buffered", "cohort.concurrency=8", "cohort.buffer=3",
+    "cohort.participations=2", "devices.seconds-per-step=1", "devices.spread=1",
+    "devices.dropout=0.1",
+]  # fmt: skip
 
 RUNS: dict[str, list[str]] = {
     "clipping, poisson": [*CLIPPING, *POISSON],
@@ -84,6 +89,15 @@ RUNS: dict[str, list[str]] = {
         "client.name=adam", "client.lr=0.01", "client.steps=3",
     ],
     "both levels": [*CLIPPING, *POISSON, *EXAMPLES],
+    "clipping, buffered, devices": [*CLIPPING, *BUFFERED],
+    "no privacy, buffered, adadp-lr clients with state, server adam": [
+        *BUFFERED, "mechanism.weighting=uniform", "client.name=adadp-lr", "client.state=client",
+        "server.optimizer=adam", "server.lr=0.05",
+    ],
+    "normalised per layer, buffered, banded noise, examples": [
+        "mechanism.name=normalization", "mechanism.per-layer=true", "noise.multiplier=0.5", *MLP,
+        "noise.name=banded", *BUFFERED, "cohort.separation=2", *EXAMPLES,
+    ],
 }  # fmt: skip
 ROBUST = ("median", "krum", "trimmed-mean")
 

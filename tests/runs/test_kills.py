@@ -8,6 +8,7 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,24 @@ CONFIG = RunConfig.parse(
     }
 )
 
+BUFFERED = CONFIG.replace(
+    **{
+        "rounds": 4,
+        "client.steps": 2,
+        "cohort.name": "buffered",
+        "cohort.rate": "",
+        "cohort.concurrency": 5,
+        "cohort.buffer": 2,
+        "cohort.participations": 3,
+        "mechanism.name": "clipping",
+        "mechanism.bit-noise": "",
+        "devices.seconds-per-step": 1.0,
+        "devices.spread": 1.0,
+        "devices.dropout": 0.2,
+        "server.momentum": 0.9,
+    }
+)
+
 
 def in_a_fork(do: Callable[[], object]) -> int:
     """Status of a child that does this and nothing else; -9 if it was killed."""
@@ -51,8 +70,8 @@ def in_a_fork(do: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run(directory: Path, resume: bool = True) -> None:
-    fedsim.run(CONFIG, out=directory, resume=resume)
+def run(directory: Path, resume: bool = True, config: RunConfig = CONFIG) -> None:
+    fedsim.run(config, out=directory, resume=resume)
 
 
 class Steps:
@@ -125,6 +144,28 @@ def test_ten_kills_and_kills_of_resumes_end_with_the_references_bytes(
         # The lines, but for what is noted beside them.
         ledgers = [Ledger.read(RunDirectory(place).ledger) for place in (directory, reference)]
         assert ledgers[0].heads == ledgers[1].heads
+
+
+@pytest.mark.slow
+def test_buffered_rounds_killed_at_any_step_end_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "whole"
+    run(whole, resume=False, config=BUFFERED)
+    for last in count():
+        directory = tmp_path / str(last)
+
+        def killed(directory: Path = directory, last: int = last) -> None:
+            with monkeypatch.context() as patch:
+                Steps(patch, last)
+                run(directory, config=BUFFERED)
+
+        if in_a_fork(killed) == 0:  # it has no such step
+            break
+        run(directory, config=BUFFERED)
+        assert reached(directory) == reached(whole), last
+        assert RunDirectory(directory).model.read_bytes() == RunDirectory(whole).model.read_bytes()
+    assert last > 40
 
 
 def half_then_kill(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
