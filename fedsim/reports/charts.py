@@ -217,6 +217,69 @@ class Heat:
 Chart = Lines | Bars | Heat
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """Which device trains which version when, from `fedsim.federation.buffered.timeline`.
+
+    Each device is a row, ``{"client": id, "bars": [...]}``, as there.
+    Releases are vertical lines, ``[seconds, number]``.
+    """
+
+    title: str
+    devices: int
+    until: float
+    releases: Sequence[tuple[float, int]]
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def about(self) -> str:
+        """What the picture shows."""
+        return (
+            f"{len(self.rows)} of {self.devices:,} devices, the fastest on top. A bar is a device "
+            "that trains the version with its number; the paler, the later its update. A thin line "
+            "leads to the release that has it (the vertical lines). Dashed: dropped out. Grey: in "
+            "no release."
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """The chart as JSON data for the page's script."""
+        rows = [
+            {**row, "bars": [[_short(value) for value in bar] for bar in row["bars"]]}
+            for row in self.rows
+        ]
+        releases = [[_short(time), number] for time, number in self.releases]
+        return {"kind": "timeline", "until": _short(self.until), "releases": releases, "rows": rows}
+
+    def words(self) -> str:
+        """Description of the chart in words."""
+        bars = [bar for row in self.rows for bar in row["bars"]]
+        late = [release - 1 - version for _, _, version, release, _, _ in bars if release]
+        return (
+            f"{self.title}. {len(self.rows)} of {self.devices:,} devices, {len(bars)} tasks, of "
+            f"which {sum(failed for *_, failed in bars)} dropped out; the latest update was "
+            f"{max(late, default=0)} versions late. Arrow keys go from task to task and device to "
+            "device."
+        )
+
+    def table(self) -> PageTable:
+        """Table of what each device does."""
+        rows = []
+        for row in self.rows:
+            bars = row["bars"]
+            late = [release - 1 - version for _, _, version, release, _, _ in bars if release]
+            rows.append(
+                [
+                    f"{row['client']}",
+                    brief(bars[0][1] - bars[0][0]),
+                    f"{len(bars)}",
+                    brief(sum(late) / len(late)) if late else brief(None),
+                    f"{sum(failed for *_, failed in bars)}",
+                ]
+            )
+        headings = ["client", "seconds a task", "tasks", "versions late, mean", "dropped out"]
+        return PageTable(headings, rows)
+
+
 def thinned(values: Sequence[float], at_most: int) -> list[int]:
     """Positions to draw: the first, the last, and the lowest and highest of each stretch."""
     count = len(values)

@@ -24,6 +24,7 @@ from fedsim.reports.charts import (
     Line,
     Lines,
     PageTable,
+    Timeline,
     client_spreads,
     distribution_charts,
     learning_curves,
@@ -88,7 +89,7 @@ def run_page(record: RunRecord) -> str:
         clients=_clients(record),
         partition=_partition(record),
         machine=_machine(record),
-        times=[*_over_virtual_time(record), *_times(record)],
+        times=[*_timeline(record), *_over_virtual_time(record), *_times(record)],
         changed=_changed(config),
         config=tomli_w.dumps(nested(config)),
     )
@@ -344,7 +345,15 @@ def _times(record: RunRecord) -> list[Lines]:
         )
         for title, unit, lines in _TIMES
         if all(record.curve(column)[1] for column, _ in lines)
+        # Between releases of a buffered run: its timeline has them.
+        and not (title == _OF_DEVICES and "timeline" in record.summary)
     ]
+
+
+def _timeline(record: RunRecord) -> list[Timeline]:
+    """Picture of a buffered run's devices."""
+    shown = record.summary.get("timeline")
+    return [Timeline("Who trains which version when", **shown)] if shown else []
 
 
 def _over_virtual_time(record: RunRecord) -> list[Lines]:
@@ -369,9 +378,10 @@ def _over_virtual_time(record: RunRecord) -> list[Lines]:
     ]
 
 
+_OF_DEVICES = "Seconds that a round of devices would take"
 _TIMES = (
     ("Seconds a round", "seconds", (("seconds", "seconds"),)),
-    ("Seconds that a round of devices would take", "seconds", (("virtual-seconds", "seconds"),)),
+    (_OF_DEVICES, "seconds", (("virtual-seconds", "seconds"),)),
     ("Bytes that a round would move", "bytes", (("bytes-down", "to them"), ("bytes-up", "back"))),
 )
 

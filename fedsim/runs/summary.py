@@ -25,6 +25,7 @@ from fedsim.datasets import Dataset
 from fedsim.datasets.dataset import class_labels
 from fedsim.errors import FedsimError, keep_user_frames
 from fedsim.federation.arrays import tensors
+from fedsim.federation.buffered.timeline import timeline
 from fedsim.named_tensors import by_name
 from fedsim.partitions.base import by_largest_class, class_counts, class_shares
 from fedsim.privacy.verification import model_metadata
@@ -174,6 +175,8 @@ def measured(
         summary["test"] = _test_predictions(evaluation.trainers["test"], arrays, labels)
         for split in ("test", "validation"):
             summary[f"{split}-of-clients"] = split in resolved.read_client_splits
+    if (schedule := resolved.devices.schedule) is not None:
+        summary["timeline"] = timeline(schedule, resolved.devices.replying)
     if config.evaluate.unprotected or not config.protects:
         summary["partition"] = _partition(resolved, labels)
         if config.evaluate.every:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.array_types import Floats, Ints
+from fedsim.array_types import Bools, Floats, Ints
 from fedsim.audit.config_audit import audit_config
 from fedsim.audit.user_checks import releases_of_clients
 from fedsim.clients import SGD, Scaffold
@@ -31,6 +32,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import Median
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.buffered.schedule import OpenTimes, ReleaseSchedule, _Clock
+from fedsim.federation.buffered.timeline import BARS, DEVICES, LINES, timeline
 from fedsim.mechanisms import (
     AdaClip,
     Clipping,
@@ -53,8 +55,9 @@ from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, BlockTrainer
 from fedsim.runs.resolve import resolve
-from fedsim.strategies import Availability, ClientTraining, DPFedAvg, adam
+from fedsim.strategies import Availability, ClientTraining, DPFedAvg
 from fedsim.training import Trainer
+from fedsim.training.example_privacy import ExamplePrivacy
 
 WITHOUT_LIMIT = 10**6
 
@@ -256,6 +259,42 @@ def test_numbers_that_cannot_be_are_refused_with_those_that_would_do() -> None:
             ReleaseSchedule.of(cohort, seconds, 0)
 
 
+def test_a_timeline_has_some_devices_of_all_speeds_and_what_they_do() -> None:
+    seconds = np.exp(np.random.default_rng(1).normal(size=3000))
+    schedule = schedule_of(seconds, 2000, concurrency=200, buffer=10)
+    drops = {
+        (int(version) + 1, int(client))
+        for version, client in zip(schedule.versions[::7], schedule.client_ids[::7], strict=True)
+    }
+
+    def replying(round: int, client_ids: Ints) -> Bools:
+        return np.array([(round, client) not in drops for client in client_ids.tolist()])
+
+    shown = timeline(schedule, replying)
+    assert json.loads(json.dumps(shown)) == shown
+    of_client = [seconds[row["client"]] for row in shown["rows"]]
+    assert len(of_client) == DEVICES
+    assert of_client == sorted(of_client)
+    assert of_client[0] < 0.2
+    assert of_client[-1] > 5
+    columns = zip(
+        schedule.client_ids.tolist(), schedule.starts.tolist(), schedule.ends.tolist(),
+        schedule.versions.tolist(), schedule.releases.tolist(), strict=True,
+    )  # fmt: skip
+    everything = set(columns)
+    bars = [(row["client"], *bar) for row in shown["rows"] for bar in row["bars"]]
+    assert any(failed for *_, failed in bars)
+    for client, start, end, version, release, released, failed in bars:
+        assert (client, start, end, version, release) in everything
+        assert start < shown["until"]
+        assert released == (schedule.times[release - 1] if release else 0)
+        assert failed == ((version + 1, client) in drops)
+    assert max(len(row["bars"]) for row in shown["rows"]) <= BARS
+    assert len(shown["releases"]) <= LINES
+    for time, number in shown["releases"]:
+        assert schedule.times[number - 1] == time <= shown["until"]
+
+
 # -- what it costs -----------------------------------------------------------------
 
 
@@ -437,30 +476,25 @@ def test_a_release_is_the_sum_of_bounded_then_weighted_rows_over_the_buffer() ->
     torch.testing.assert_close(found, versions[-1], rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("examples", [False, True])
 @pytest.mark.parametrize("kind", ["without privacy", "without noise"])
-def test_equal_times_and_a_full_buffer_are_synchronous_rounds_to_the_byte(kind: str) -> None:
+def test_equal_times_and_a_full_buffer_are_synchronous_rounds_to_the_byte(
+    kind: str, examples: bool
+) -> None:
     mechanism, z = MECHANISMS[kind]()
+    # With noise in the clients, at the address of the round.
+    noised = {"privacy": ExamplePrivacy(Clipping(0.5), 0.8, rounds=5)} if examples else {}
     cohort = BufferedCohort(CLIENTS, CLIENTS, participations=5, rounds=5, population=CLIENTS)
     schedule = ReleaseSchedule.of(cohort, np.ones(CLIENTS), 1)
     assert (schedule.versions == schedule.releases - 1)[schedule.releases > 0].all()
-    buffered = weights_after(strategy_of(mechanism, z, schedule), trainer_of(), 5)
-    synchronous = DPFedAvg(
-        mechanism=mechanism, noise_multiplier=z, cohort=FullCohort(CLIENTS), seed=4
-    )
-    assert torch.equal(buffered, weights_after(synchronous, trainer_of(), 5))
+    buffered = weights_after(strategy_of(mechanism, z, schedule), trainer_of(**noised), 5)
 
+    def synchronous() -> DPFedAvg:
+        return DPFedAvg(mechanism=mechanism, noise_multiplier=z, cohort=FullCohort(CLIENTS), seed=4)
 
-def test_server_optimisers_step_once_a_release() -> None:
-    schedule = ReleaseSchedule.of(COHORT, SECONDS, 1)
-    found = [
-        weights_after(
-            strategy_of(Clipping(0.2), 1.0, schedule, server_optimizer=adam(lr=0.05)),
-            trainer_of(),
-            workers=workers,
-        )
-        for workers in (1, 2)
-    ]
-    assert torch.equal(*found)
+    assert torch.equal(buffered, weights_after(synchronous(), trainer_of(**noised), 5))
+    if examples:
+        assert not torch.equal(buffered, weights_after(synchronous(), trainer_of(), 5))
 
 
 @pytest.mark.parametrize("kind", ["clipping", "without privacy"])
@@ -590,7 +624,41 @@ def test_a_run_is_killed_in_any_round_and_resumed_to_the_same_bytes(tmp_path: Pa
     assert len(times) == 12
     page = (tmp_path / "whole" / "report.html").read_text()
     assert "Test accuracy over the devices&#39; time" in page
+    assert "Who trains which version when" in page
     assert min(times) >= 0 < max(times)
+
+
+@pytest.mark.parametrize("whole_clients", [False, True])
+def test_examples_are_charged_for_the_versions_that_their_client_trains(
+    whole_clients: bool,
+) -> None:
+    examples = {
+        "client.name": "sgd", "client.state": "reset",
+        "client.mechanism.name": "clipping", "client.noise.multiplier": 1.2,
+        **({} if whole_clients else {
+            "mechanism.name": "none", "mechanism.weighting": "uniform", "noise.multiplier": "",
+        }),
+    }  # fmt: skip
+    config = RUN.replace(**examples)
+    buffered = fedsim.run(config)
+    schedule = resolve(config).devices.schedule
+    assert schedule is not None
+    most = int(np.bincount(schedule.client_ids[schedule.releases > 0]).max())
+    cohort = dict.fromkeys(("concurrency", "buffer", "participations"), "")
+    devices = dict.fromkeys(("seconds-per-step", "bandwidth", "spread", "dropout"), 0.0)
+    synchronous = fedsim.run(
+        config.replace(
+            rounds=most,
+            **{"cohort.name": "full", **{f"cohort.{key}": value for key, value in cohort.items()}},
+            **{f"devices.{key}": value for key, value in devices.items()},
+        )
+    )
+    assert buffered.example_privacy is not None
+    assert synchronous.example_privacy is not None
+    assert 1 < most < 12
+    assert buffered.example_privacy.epsilon == synchronous.example_privacy.epsilon
+    if whole_clients:
+        assert buffered.privacy.epsilon == pytest.approx(5.174810, abs=1e-6)
 
 
 def test_runs_of_two_workers_have_the_bytes_of_one(tmp_path: Path) -> None:

@@ -90,7 +90,21 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     counts = {"left_out": 0, "diverged": 0}
     html = render("compare.html", title="", summary="", curves=[chart], **facts, **tables, **counts)
     (folder / "gaps.html").write_text(html, encoding="utf-8")
-    names = ("long", "empty", "devices", "named", "compare", "gaps")
+    clock = {
+        "rounds": 12,
+        "partition.clients": 60,
+        "client.steps": 2,
+        "cohort.name": "buffered",
+        "cohort.concurrency": 20,
+        "cohort.buffer": 4,
+        "mechanism.weighting": "uniform",
+        "devices.seconds-per-step": 2.0,
+        "devices.spread": 1.0,
+        "devices.dropout": 0.2,
+    }
+    fedsim.run(RunConfig().replace(**clock), out=folder / "clock")
+    (folder / "clock" / "report.html").rename(folder / "buffered.html")
+    names = ("long", "empty", "devices", "named", "compare", "gaps", "buffered")
     others = {name: folder / f"{name}.html" for name in names}
     board = publish(fedsim.load(folder / "run"), folder / "bundle") / "statement.html"
     return {"run": folder / "run" / "report.html", "board": board, **others}
@@ -121,7 +135,7 @@ def test_the_statement_for_a_board_is_one_printed_page(
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1
 
 
-@pytest.mark.parametrize("name", ["run", "named"])
+@pytest.mark.parametrize("name", ["run", "named", "buffered"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_no_label_is_cut_off_or_stands_on_another(
     name: str, width: int, pages: dict[str, Path], browser: Browser
@@ -228,6 +242,34 @@ def test_the_keyboard_reads_values_and_they_are_spoken(
     assert "round 28" in browser.evaluate("document.querySelector('[aria-live]').textContent")
     browser.key("+")
     assert not browser.evaluate("document.querySelector('[aria-label^=\"Reset\"]').disabled")
+
+
+def test_a_timelines_tasks_are_read_by_keyboard_and_mouse(
+    pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["buffered"])
+    plot = ".plot[aria-label^='Who trains']"
+    browser.evaluate(f'document.querySelector("{plot}").focus()')
+    live = (
+        f'document.querySelector("{plot}").parentElement.querySelector("[aria-live]").textContent'
+    )
+    told = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home"):
+        browser.key(key)
+        told.append(browser.evaluate(live))
+    assert all(
+        re.match(r"client \d+, trains version \d+, seconds .* in release", one) for one in told
+    )
+    assert told[0] == told[2] == told[4] != told[1]
+    corner = browser.evaluate(
+        f"""(() => {{
+          const box = document.querySelector("{plot} [data-bar]").getBoundingClientRect();
+          return [box.left + 1, box.top + box.height / 2];
+        }})()"""
+    )
+    browser.mouse("mouseMoved", *corner)
+    shown = browser.evaluate("document.querySelector('.tip:not([hidden])').innerText")
+    assert re.sub(r"[\s,]+", " ", shown) == re.sub(r"[\s,]+", " ", told[0])
 
 
 def test_axes_of_compared_runs_begin_at_zero_until_they_are_zoomed(

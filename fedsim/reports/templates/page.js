@@ -374,11 +374,29 @@
     }
   }
 
-  class HeatMap {
+  // What is drawn as SVG, anew for each width.
+  class Drawing {
     constructor(plot, spec) {
       this.plot = plot;
       this.spec = spec;
       this.tip = new Tip(plot);
+      new ResizeObserver(() => { if (plot.clientWidth !== this.width) this.draw(); }).observe(plot);
+      this.draw();
+    }
+
+    begin(wide, height) {
+      this.plot.querySelector("svg")?.remove();
+      this.svg = shape("svg", this.plot, { viewBox: `0 0 ${wide} ${height}`, width: wide, height, "aria-hidden": "true" });
+    }
+
+    text(x, y, content, attributes) {
+      shape("text", this.svg, { x, y, ...attributes }).textContent = content;
+    }
+  }
+
+  class HeatMap extends Drawing {
+    constructor(plot, spec) {
+      super(plot, spec);
       plot.addEventListener("pointermove", (event) => {
         const frame = plot.getBoundingClientRect();
         const column = Math.floor((event.clientX - frame.left - this.left) / this.cell);
@@ -389,12 +407,6 @@
           { name: spec.x, value: spec.columns[column] }, { name: spec.y, value: spec.labels[row] }, { name: "share", value: `${share} %` },
         ]);
       });
-      new ResizeObserver(() => { if (plot.clientWidth !== this.width) this.draw(); }).observe(plot);
-      this.draw();
-    }
-
-    text(x, y, content, attributes) {
-      shape("text", this.svg, { x, y, ...attributes }).textContent = content;
     }
 
     draw() {
@@ -407,8 +419,7 @@
       this.left = Math.max(...short.map((label) => label.length), 2) * LETTER + 10;
       this.cell = (wide - this.left - 4) / Math.max(values[0].length, 1);
       const bottom = this.top + values.length * this.tall, height = bottom + (ticks ? 40 : 24);
-      this.plot.querySelector("svg")?.remove();
-      this.svg = shape("svg", this.plot, { viewBox: `0 0 ${wide} ${height}`, width: wide, height, "aria-hidden": "true" });
+      this.begin(wide, height);
       values.forEach((row, i) => {
         const top = this.top + i * this.tall;
         this.text(this.left - 6, top + this.tall / 2 + 4, short[i], { "text-anchor": "end" });
@@ -433,6 +444,72 @@
         const end = middle + (name.length * LETTER) / 2 > this.width;
         this.text(end ? this.width : middle, y, name, { "text-anchor": end ? "end" : "middle" });
       });
+    }
+  }
+
+  // A row for each device, with its tasks as bars; releases are vertical lines.
+  class Timeline extends Drawing {
+    constructor(plot, spec) {
+      super(plot, spec);
+      plot.parentElement.style.gridColumn = "1 / -1";
+      plot.addEventListener("pointermove", ({ target }) => (target.dataset.bar ? this.show(+target.dataset.bar) : this.tip.hide()));
+      plot.addEventListener("keydown", (event) => {
+        const last = this.bars.length - 1, at = this.at ?? -1;
+        const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
+        if (event.key === "Escape") this.tip.hide();
+        if (to === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+        event.preventDefault();
+        this.show(Math.max(0, Math.min(last, to)), true);
+      });
+    }
+
+    draw() {
+      const { rows, releases, until } = this.spec, wide = (this.width = this.plot.clientWidth), tall = 20, top = 30;
+      if (!wide) return; // not laid out yet
+      const left = Math.max(...rows.map(({ client }) => `${client}`.length), 6) * LETTER + 10, bottom = top + rows.length * tall;
+      this.x = (time) => left + ((wide - left - 8) * Math.min(time, until)) / until;
+      this.begin(wide, bottom + 40);
+      const { svg } = this, line = (from, to, y1, y2, stroke) => shape("line", svg, { x1: this.x(from), x2: this.x(to), y1, y2, stroke });
+      // As many names as there is room for, from left to right.
+      const names = (all, y) => all.reduce((free, [time, name]) => {
+        const half = (`${name}`.length * LETTER) / 2, x = Math.min(this.x(time), wide - half);
+        if (x - half < free) return free;
+        this.text(x, y, name, { "text-anchor": "middle" });
+        return x + half + 6;
+      }, 0);
+      releases.forEach(([time]) => line(time, time, top - 4, bottom, "var(--frame)"));
+      names(releases, top - 8);
+      rows.forEach(({ client }, row) => this.text(left - 6, top + row * tall + 14, client, { "text-anchor": "end" }));
+      const rough = (110 * until) / wide, power = 10 ** Math.floor(Math.log10(rough));
+      const step = [1, 2, 5, 10].find((digit) => digit * power >= rough) * power;
+      names(Array.from({ length: Math.floor(until / step) + 1 }, (_, k) => [k * step, tickText(k * step, step, "")]), bottom + 14);
+      for (const [x, y, name, anchor] of [[left - 6, top - 8, "client", "end"], [left, 10, "release", "start"], [(left + wide) / 2, bottom + 32, "virtual seconds", "middle"]]) {
+        this.text(x, y, name, { "text-anchor": anchor, class: "label" });
+      }
+      let count = 0;
+      this.bars = rows.flatMap(({ client, bars }, row) => bars.map(([from, to, version, release, handed, failed]) => {
+        const x = this.x(from), y = top + row * tall, width = Math.max(this.x(to) - x - 1, 2), late = release - 1 - version;
+        const stroke = `var(--${failed ? "series-1" : release ? "series-0" : "muted"})`, strong = failed || !release ? 0 : Math.max((1 + late) ** -0.5, 0.2);
+        if (handed > to) line(to, handed, y + 10, y + 10, stroke);
+        shape("rect", svg, { x, y: y + 3, width, height: tall - 6, rx: 2, fill: "var(--surface)" });
+        const rect = shape("rect", svg, { x, y: y + 3, width, height: tall - 6, rx: 2, stroke, fill: stroke, "fill-opacity": strong, "data-bar": count++ });
+        if (failed) rect.setAttribute("stroke-dasharray", "3 2");
+        if (width > `${version}`.length * LETTER + 4) {
+          this.text(x + width / 2, y + 14, version, { "text-anchor": "middle", style: `pointer-events:none;fill:var(--${strong > 0.65 ? "background" : "ink"})` });
+        }
+        const result = failed ? "a zero: it dropped out" : `${late} version${late === 1 ? "" : "s"} late`;
+        return { x, rect, facts: [
+          { name: "client", value: client }, { name: "trains version", value: version }, { name: "seconds", value: `${number(from)} to ${number(to)}` },
+          { name: "in release", value: release ? `${release}, ${result}` : "none: the run ends before" },
+        ] };
+      }));
+    }
+
+    show(at, spoken) {
+      this.bars[this.at]?.rect.removeAttribute("stroke-width");
+      const { x, rect, facts } = this.bars[(this.at = at)];
+      rect.setAttribute("stroke-width", 3);
+      this.tip.show(x, facts, spoken);
     }
   }
 
@@ -464,7 +541,7 @@
 
   for (const plot of document.querySelectorAll("[data-chart]")) {
     const spec = JSON.parse(document.getElementById(plot.dataset.chart).textContent);
-    new (spec.kind === "heat" ? HeatMap : Chart)(plot, spec);
+    new ({ heat: HeatMap, timeline: Timeline }[spec.kind] ?? Chart)(plot, spec);
   }
   document.querySelectorAll("table.sortable").forEach(sortable);
 })();
