@@ -71,6 +71,29 @@ class Text:
     write: Callable[[Any], str]
 
 
+def read_weights(value: object) -> tuple[float, ...]:
+    """Declared weights from ``"3,1,2"``, a number, or a sequence; empty for none.
+
+    Raises
+    ------
+    NotAllowedError
+        If one is no number from 0 to a million.
+    """
+    text = str(value).strip("[]() ")
+    try:
+        weights = tuple(map(float, text.split(","))) if text else ()
+    except ValueError:
+        weights = (-1.0,)
+    if not all(0 <= weight <= 1e6 for weight in weights):
+        raise NotAllowedError("numbers from 0 to 1,000,000, separated by commas, such as '3,1,2'")
+    return weights
+
+
+def write_weights(weights: Iterable[float]) -> str:
+    """Weights in the form that `read_weights` reads."""
+    return ",".join(f"{weight:.17g}" for weight in weights)
+
+
 @dataclass(frozen=True)
 class NamesPath:
     """Marks a setting whose value may be the path of a file or directory.

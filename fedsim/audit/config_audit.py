@@ -65,7 +65,7 @@ class PlanClaim:
     @property
     def rate(self) -> float:
         """Expected share of clients in a round."""
-        return self.plan.denominator / self.population
+        return self.plan.sampler.expected_size / self.population
 
     @cached_property
     def clip_norm(self) -> float:

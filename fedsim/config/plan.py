@@ -95,6 +95,7 @@ def uncalibrated_plan(config: RunConfig, mechanism: MechanismT) -> ReleasePlan[M
         may_stop=config.private and may_stop(config.to_run_config()),
         cohort_known=config.secagg.cohort_known,
         placement=config.secagg.placement(config.noise),
+        weights=config.mechanism.weights,
     )
     return _with_simulated_cohort(plan, config) if config.noise.cohort_size else plan
 

@@ -19,7 +19,18 @@ from fedsim.config.tables import (
 from fedsim.config.values import split_top_level
 from fedsim.privacy.exclusions import check_budget, check_private_metrics, refuse_bare_metrics
 from fedsim.privacy.plan import refuse_noise
-from fedsim.settings import Constraint, Ge, Gt, Le, Lt, NamesPath, NotAllowedError, Text
+from fedsim.settings import (
+    Constraint,
+    Ge,
+    Gt,
+    Le,
+    Lt,
+    NamesPath,
+    NotAllowedError,
+    Text,
+    read_weights,
+    write_weights,
+)
 
 Multiplier: TypeAlias = Annotated[
     float | None, Constraint(lambda z: z == 0 or 1e-3 <= z <= 1e9, "0.0, or from 0.001 to 1e9")
@@ -66,6 +77,9 @@ class MechanismSection(BoundingSection, table="mechanism"):
     """The largest value of that number; larger ones are clamped to it."""
     private_scalar_fraction: Annotated[float, Needs("private-scalar"), Ge(0), Lt(1)] = 0.1
     """The share of the privacy budget for that number; the update has the rest."""
+    weights: Annotated[tuple[float, ...], Text(read_weights, write_weights)] = ()
+    """Declared weights of the clients in the mean of their updates, in the clients' order, such as
+    '3,1,2'; empty for none. They multiply bounded updates, the largest by 1, and are public."""
 
 
 @dataclass(frozen=True, init=False)

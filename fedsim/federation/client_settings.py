@@ -72,7 +72,7 @@ class ClientTraining:
         ------
         FedsimError
         """
-        weighs = plan.mechanism.weighting == "num-examples"
+        weighs = plan.mechanism.weighting == "num-examples" and not plan.weights
         if self.private_examples and weighs and self.example_counts is None:
             raise FedsimError(
                 "clients.example_counts is None, but clients protect their examples and their "
@@ -85,6 +85,12 @@ class ClientTraining:
     def _check_algorithm(self, algorithm: LocalAlgorithm, plan: Plan) -> None:
         """Refuse vectors in a private run, and weights or bounds where means must be plain."""
         mechanism = plan.mechanism
+        has_vectors = algorithm.sends or algorithm.receives
+        if plan.weights and (algorithm.requires_plain_means or has_vectors):
+            raise FedsimError(
+                f"mechanism.weights weighs what clients send, but {algorithm.label} (client.name) "
+                "needs its plain mean; it must be empty."
+            )
         if plan.private or self.private_examples:
             refuse_vectors(algorithm)
         # A mechanism scales the vectors that are sent together with the update. An algorithm that

@@ -41,9 +41,9 @@ class Summing:
         State of the mechanism in this round.
     weight_key : str or None
         Metric that weights rows; None where all rows have the same weight.
-    declared_counts : pair of int64 and float64 ``[a]``, optional
-        Sorted client ids, and the declared number of examples of each, which is the weight in place
-        of what clients report.
+    declared_weights : pair of int64 and float64 ``[a]``, optional
+        Sorted client ids, and the declared weight of each, in place of what clients report: the
+        plan's, or a number of examples.
     asked : int
         Number of clients asked in this round.
     """
@@ -52,13 +52,13 @@ class Summing:
     layout: Layout
     state: State
     weight_key: str | None
-    declared_counts: tuple[Ints, Floats] | None
+    declared_weights: tuple[Ints, Floats] | None
     asked: int
 
     @property
     def reported(self) -> tuple[str, ...]:
         """Names of the numbers that a client must report for its row to be added."""
-        weighs = self.weight_key is not None and self.declared_counts is None
+        weighs = self.weight_key is not None and self.declared_weights is None
         return (
             *self.plan.mechanism.side_scalar_names,
             *([self.weight_key or ""] if weighs else []),
@@ -107,7 +107,8 @@ class Summing:
         for values in self.side_scalars(block).values():
             require(np.isfinite(values), "non-finite")
         weights = self.weights(block)
-        if weights is not None:
+        # Weights that a bound allows are declared, from 0 to 1, and any row fits its sum.
+        if weights is not None and self.plan.mechanism.guarantee == "none":
             require((weights >= 0) & (weights <= MAX_EXAMPLES), "malformed")
             norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
             with np.errstate(all="ignore"):
@@ -131,10 +132,10 @@ class Summing:
         """Weight of each row, ``[n]``; None where all weigh the same."""
         if self.weight_key is None:
             return None
-        if self.declared_counts is None:
+        if self.declared_weights is None:
             return _reported(block, self.weight_key)
-        client_ids, counts = self.declared_counts
-        return counts[np.searchsorted(client_ids, block.client_ids)]
+        client_ids, weights = self.declared_weights
+        return weights[np.searchsorted(client_ids, block.client_ids)]
 
 
 def _reported(block: Block, name: str) -> Floats:

@@ -134,6 +134,14 @@ class Mechanism(ABC):
         return "gaussian"
 
     @property
+    def takes_weights(self) -> bool:
+        """Whether a plan may multiply its bounded rows by declared weights in [0, 1].
+
+        Not if it adapts, or releases numbers of each row: their means would need the weights too.
+        """
+        return False
+
+    @property
     def weighting(self) -> Weighting:
         """Weights of rows: "uniform" (0 or 1), or by the number of examples."""
         return "uniform"
@@ -323,6 +331,12 @@ class SimpleMechanism(Mechanism):
     """Whether the radius is infinite: the grid of the sum then has a fixed unit."""
     keeps_rows: ClassVar[bool] = False
     """Whether `bound_` returns factors and leaves the rows unchanged."""
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether it has neither a state nor scalars, and sums rows at all."""
+        has_state = type(self).init is not SimpleMechanism.init
+        return not (has_state or self.scalars or getattr(self, "protects_nobody", False))
 
     @property
     def noiseless_sums(self) -> Mapping[str, NoiselessSum]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedsim.privacy.entry import DECLARED, Entry, Fact
+from fedsim.privacy.entry import DECLARED, WEIGHTS, Entry, Fact
 from fedsim.privacy.laws.base import Level
 
 
@@ -108,6 +108,8 @@ def public_facts(
                 "data: a round that reaches none ends the run."
             )
     facts = _facts(entries)
+    if WEIGHTS in facts:
+        sentences.append("Public: the declared weight of each client in the mean.")
     evidence = facts.get("rows", set())
     sentences.extend(sentence for kind, sentence in ROWS.items() if kind in evidence)
     for fact, sentence in DECLARED_SENTENCES.items():

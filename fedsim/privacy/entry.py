@@ -21,6 +21,8 @@ Entropy = Literal["config", "system"]
 Fact = str | int | float | bool | None
 DECLARED = "declared"
 """Value of a public fact of an entry: the user declares this part of the plan."""
+WEIGHTS = "weights"
+"""Public fact of an entry: the clients' declared weights in the mean, if they have any."""
 SIMULATED_COHORT = "simulated-cohort"
 """Public fact of an entry: size of the larger cohort whose cost its event is."""
 

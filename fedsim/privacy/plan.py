@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,7 +17,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
 from fedsim.privacy.digest import OUTSIDE_DIGEST
-from fedsim.privacy.entry import DECLARED, SIMULATED_COHORT, Entropy, Entry, Fact
+from fedsim.privacy.entry import DECLARED, SIMULATED_COHORT, WEIGHTS, Entropy, Entry, Fact
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import (
     FixedSize,
@@ -171,6 +172,9 @@ class ReleasePlan(Generic[MechanismT]):
         `simulating`.
     placement : Placement
         Who adds the noise; at example level each client adds its own.
+    weights : tuple of float
+        Declared weight of each client in the mean, by client id; empty for equal ones. A bounded
+        row is multiplied by its client's weight over the largest, so that it is not longer than C.
 
     Raises
     ------
@@ -189,6 +193,7 @@ class ReleasePlan(Generic[MechanismT]):
     simulated: Event | None = None
     # A strategy's digest has it already (`Placement.settings`).
     placement: Placement = field(default=SERVER, metadata=OUTSIDE_DIGEST)
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
@@ -213,8 +218,45 @@ class ReleasePlan(Generic[MechanismT]):
             refuse_noise(self.mechanism, f"{self._noise_table}.multiplier", self.noise.multiplier)
         self.placement.check_noise(self.mechanism, self.noise)
         self.placement.check_cohort(self.sampler, known=self.cohort_known)
+        if self.weights:
+            self._check_weights()
         if self.noise.correlated:
             object.__setattr__(self, "noise", self._fitted_noise())
+
+    def _check_weights(self) -> None:
+        """Refuse weights that are not one for each client, or that bounded rows cannot have.
+
+        Raises
+        ------
+        FedsimError
+        """
+        count, population = len(self.weights), self.sampler.population or 0
+        name = type(self.mechanism).__name__
+        if self.level == "example":
+            must = "left out at example level"
+        elif count != population:
+            must = f"one number for each of the {population} clients of the population"
+        elif not all(0 <= weight < math.inf for weight in self.weights) or not any(self.weights):
+            must = "numbers of at least 0, of which one is above 0"
+        elif not getattr(self.mechanism, "takes_weights", False):
+            must = (
+                f"empty with {name} (mechanism.name, mechanism.per-layer, "
+                "mechanism.private-scalar), which does more with rows than to bound and add them"
+            )
+        elif self.mechanism.guarantee == "none" and (
+            getattr(self.mechanism, "weighting", "") == "uniform"
+        ):
+            must = "empty with mechanism.weighting = 'uniform'"
+        elif self.placement != SERVER:
+            must = "empty unless the server adds the noise (noise.placement, secagg.threshold)"
+        else:
+            return
+        raise FedsimError(f"mechanism.weights has {count} numbers; it must be {must}.")
+
+    @cached_property
+    def relative_weights(self) -> tuple[float, ...]:
+        """The weights over the largest, in [0, 1]; empty for equal ones."""
+        return tuple(weight / max(self.weights) for weight in self.weights)
 
     def _fitted_noise(self) -> Noise:
         """The noise with its coefficients for this sampler's participation.
@@ -284,6 +326,11 @@ class ReleasePlan(Generic[MechanismT]):
                 "'fixed', and noise.name 'independent': the cost of a larger cohort is known for "
                 "these only."
             )
+        if self.weights:
+            raise FedsimError(
+                f"noise.cohort-size is {size}; it must be 0 with mechanism.weights: what clients "
+                "of a larger cohort weigh is not declared."
+            )
         if population < clients:
             raise FedsimError(
                 f"noise.cohort-population is {population}; it must be 0, or at least the run's own "
@@ -336,7 +383,8 @@ class ReleasePlan(Generic[MechanismT]):
     def settings(self) -> dict[str, Any]:
         """What enters a strategy's digest, which keys its noise: other names re-key seeded runs."""
         own = {"mechanism": self.mechanism, "cohort": self.sampler, "noise": self.noise}
-        return own | self.placement.settings
+        weights = {"weights": list(self.weights)} if self.weights else {}
+        return own | self.placement.settings | weights
 
     @property
     def public(self) -> dict[str, Fact]:
@@ -344,6 +392,8 @@ class ReleasePlan(Generic[MechanismT]):
         facts: dict[str, Fact] = {"denominator": self.denominator, **self.placement.public}
         if self.simulated_cohort:
             facts[SIMULATED_COHORT] = self.simulated_cohort
+        if self.weights:
+            facts[WEIGHTS] = DECLARED
         return facts | dict.fromkeys(self.user_parts, DECLARED)
 
     @cached_property
@@ -363,8 +413,13 @@ class ReleasePlan(Generic[MechanismT]):
 
     @property
     def denominator(self) -> float:
-        """Divisor of the sums: the declared expected number of rows, never a count."""
-        return float(self.sampler.expected_size)
+        """Divisor of the sums: the declared expected number of rows, never a count.
+
+        With weights it is that number times their declared mean.
+        """
+        expected = float(self.sampler.expected_size)
+        weights = self.relative_weights
+        return expected * math.fsum(weights) / len(weights) if weights else expected
 
     @property
     def closed(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fedsim.privacy import Statement
 from fedsim.privacy.assumptions import DECLARED_SENTENCES, large_delta, public_facts
+from fedsim.privacy.entry import WEIGHTS
 from fedsim.privacy.laws.base import Adjacency
 from fedsim.reports.page import render
 from fedsim.runs.metrics import brief
@@ -268,9 +269,11 @@ class _Words:
         if self._of_client:
             sampled = any(entry.event.law.rate < 1 for entry in statement.entries)
             rate = "how often each is asked, " if sampled else ""
+            weighted = any(WEIGHTS in entry.public for entry in statement.entries)
+            weight = "how much each counts, " if weighted else ""
             sentences.append(
-                f"Known, and not protected: the number of {self._nouns}, {rate}and the number of "
-                "rounds."
+                f"Known, and not protected: the number of {self._nouns}, {rate}{weight}and the "
+                "number of rounds."
             )
             if statement.run is None or statement.run.network:
                 sentences.append(

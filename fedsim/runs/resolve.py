@@ -293,7 +293,8 @@ def make_strategy(resolved: Resolved, ledger: Ledger | None = None) -> DPFedAvg:
     config = resolved.config
     client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
     server_optimizer = copy.deepcopy(resolved.overrides.strategy)
-    weighs_by_size = resolved.plan.mechanism.weighting == "num-examples"
+    plan = resolved.plan
+    weighs_by_size = plan.mechanism.weighting == "num-examples" and not plan.weights
     sizes = None
     if client.private and config.mechanism.name == "none" and weighs_by_size:
         # Private clients do not report their sizes; those of the split are public.

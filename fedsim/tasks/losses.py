@@ -10,7 +10,7 @@ loss 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeAlias
@@ -19,7 +19,7 @@ from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.settings import Ge, Gt, Lt, Text, check_settings
+from fedsim.settings import Ge, Gt, Lt, Text, check_settings, read_weights, write_weights
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``loss(outputs [B, ...], targets [B, ...]) -> [B]``: one loss for each example."""
@@ -132,34 +132,6 @@ class NumberLoss(ExampleLoss):
         return losses.sum(1) / losses.shape[1]
 
 
-LARGEST_CLASS_WEIGHT = 1e6
-
-
-def parse_class_weights(weights: str | float | Sequence[float]) -> tuple[float, ...]:
-    """A weight for each class, from ``"1,5"``, a number, or a sequence; empty for none.
-
-    Raises
-    ------
-    FedsimError
-        If one is no number from 0 to a million.
-    """
-    pieces = str(weights).strip("[]() ").split(",") if str(weights).strip("[]() ") else []
-    try:
-        parsed = tuple(map(float, pieces))
-    except ValueError:
-        parsed = (-1.0,)
-    if not all(0 <= weight <= LARGEST_CLASS_WEIGHT for weight in parsed):
-        raise FedsimError(
-            f"task.class-weights is {str(weights)[:100]!r}; it must give each class a number from "
-            f"0 to {LARGEST_CLASS_WEIGHT:,.0f}, separated by commas, such as '1,5'."
-        )
-    return parsed
-
-
-def _write_class_weights(weights: Sequence[float]) -> str:
-    return ",".join(f"{weight:.15g}" for weight in weights)
-
-
 @register("loss", "cross-entropy")
 @dataclass(frozen=True)
 class CrossEntropy(ExampleLoss):
@@ -173,9 +145,7 @@ class CrossEntropy(ExampleLoss):
 
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Label smoothing: the share of a target that is spread evenly over all classes."""
-    class_weights: Annotated[
-        tuple[float, ...], Text(parse_class_weights, _write_class_weights)
-    ] = ()
+    class_weights: Annotated[tuple[float, ...], Text(read_weights, write_weights)] = ()
     """Weights of the classes in the loss, declared, in their order, such as '1,5'; empty for 1."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -185,15 +185,16 @@ class ServerSum:
         self.plan, recipients = self.settings.plan, self.instructions.recipients
         counts, ids = self.settings.example_counts, recipients.client_ids
         counts = None if counts is None else counts[ids]
+        declared = np.array(self.plan.relative_weights)[ids] if self.plan.weights else counts
         self.tally = Tally(ids, absent=recipients.absent)
         assert self.instructions.layout is not None  # since it is no evaluation
-        weighs = self.plan.mechanism.weighting == "num-examples"
+        weighs = self.plan.mechanism.weighting == "num-examples" or bool(self.plan.weights)
         self.summing = Summing(
             self.plan,
             self.instructions.layout,
             self.state,
             self.settings.keys.weighted_by if weighs else None,
-            None if counts is None else (ids, counts),
+            None if declared is None else (ids, declared),
             asked=len(ids),
         )
         self.instructions = replace(
