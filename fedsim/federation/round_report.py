@@ -261,9 +261,11 @@ class Failures:
         self._reasons.update(report.reasons)
         n = self._consecutive
         rounds = "round" if n == 1 else f"{n} rounds in a row, the last of them round"
+        reasons = describe_reasons(self._reasons, advise=True)
         sentence = (
-            f"every client that was asked failed in {rounds} {report.round}: "
-            f"{describe_reasons(self._reasons, advise=True)}."
+            f"every client that was asked failed in {rounds} {report.round}: {reasons}."
+            if reasons
+            else f"no client that was asked has an example to train on in {rounds} {report.round}."
         )
         if self._allowed is not None and self._consecutive >= self._allowed:
             raise RunFailedError(sentence)

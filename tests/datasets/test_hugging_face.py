@@ -14,6 +14,7 @@ from PIL import Image
 from fedsim import RunConfig
 from fedsim.config.release_keys import modules_in_config
 from fedsim.datasets import load
+from fedsim.datasets.files import data_files
 from fedsim.errors import FedsimError
 
 
@@ -90,6 +91,8 @@ def test_a_data_set_of_the_hub_is_read_from_its_parquet_files(tmp_path: Path) ->
     assert data.num_classes == 62
     same = load(str(place), columns=columns, classes=62)
     assert torch.equal(same.train.x, data.train.x)
+    # Of a private run they are its own data under either name.
+    assert data_files("hf:flwrlabs/femnist", tmp_path / "data") == data_files(str(place), Path("."))
 
 
 def test_the_files_of_each_split_are_known_by_their_paths(tmp_path: Path) -> None:

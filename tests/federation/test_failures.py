@@ -13,6 +13,7 @@ from fixed_clients import Fixed
 from flwr.app import ConfigRecord
 from toy_clients import toy_app
 
+import fedsim
 from fedsim.array_types import Ints
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.config import RunConfig
@@ -288,3 +289,21 @@ def test_a_short_run_in_which_nobody_ever_replied_has_failed():
     resolved = resolve(config)
     with pytest.raises(RunFailedError, match="every client that was asked failed in 2 rounds"):
         drive(resolved, LocalGrid(nan_trainer(650)))
+
+
+def test_a_round_whose_clients_have_no_examples_says_so():
+    data = {f"{name}_{split}": values for split in ("train", "test") for name, values in {
+        "x": np.ones((4, 3), np.float32), "y": np.arange(4) % 2, "owner": np.arange(4) % 2
+    }.items()}  # fmt: skip
+    config = RunConfig().replace(
+        **{
+            "rounds": 2,
+            "seed": 2,
+            "partition.name": "by-owner",
+            "partition.clients": 1000,
+            "cohort.name": "fixed",
+            "cohort.size": 1,
+        }
+    )
+    with pytest.raises(RunFailedError, match="no client that was asked has an example to train on"):
+        fedsim.run(config, data=data)
