@@ -247,7 +247,9 @@ class ReleasePlan(Generic[MechanismT]):
             getattr(self.mechanism, "weighting", "") == "uniform"
         ):
             must = "empty with mechanism.weighting = 'uniform'"
-        elif self.placement != SERVER:
+        elif not self.sampler.synchronous:
+            must = f"empty with cohort.name = '{self.sampler.name}', whose rows weigh by their age"
+        elif self.placement.at_clients:
             must = "empty unless the server adds the noise (noise.placement, secagg.threshold)"
         else:
             return

@@ -266,11 +266,6 @@ def check_buffered(
             "availability.schedule must be given with a buffered cohort (cohort.name): "
             "ReleaseSchedule.of this cohort, whose number of rounds is that of the plan (rounds=)."
         )
-    if plan.weights:
-        raise FedsimError(
-            "mechanism.weights is set; it must be empty with cohort.name = 'buffered', whose "
-            "updates weigh by their staleness."
-        )
     _check_mechanism(plan.mechanism)
     if algorithm is not None and (algorithm.sends or algorithm.receives):
         raise FedsimError(
