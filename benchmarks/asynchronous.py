@@ -32,7 +32,6 @@ CONCURRENCY, BUFFER, SECONDS, STEPS = 1_000, 100, 300.0, 2
 DEVICES, DAYS = 1_000_000, 7
 COMPARED, WARM = 120, 40
 """Rounds that are compared, after as many as fill the releases to come."""
-ACCURACY, AT_A_TIME, SEEDS = 0.85, 20, (1, 2, 3)
 
 
 def main() -> None:
@@ -40,11 +39,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=DEVICES)
     parser.add_argument("--days", type=float, default=DAYS)
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--worth", action="store_true", help="virtual seconds to an accuracy")
     options = parser.parse_args()
-    if options.worth:
-        show_worth()
-        return
     if options.one:
         kind, devices, rounds = options.one
         print(json.dumps(measured(kind, int(devices), int(rounds))))
@@ -71,47 +66,6 @@ def main() -> None:
         f"{week['total'] / 60:.1f} min, {week['gigabytes']:.2f} GB",
     )
     Console().print(table)
-
-
-def show_worth() -> None:
-    """Show the virtual seconds after which digits are recognised as often as `ACCURACY`."""
-    table = Table(title=f"Virtual seconds to {ACCURACY:.0%} of digits, by seed")
-    for column in ("", *map(str, SEEDS)):
-        table.add_column(column, justify="right")
-    buffers = {
-        f"{AT_A_TIME} at a time, buffer {buffer}": {
-            "rounds": 800 // buffer + 20,
-            "cohort": {
-                "name": "buffered", "concurrency": AT_A_TIME, "buffer": buffer,
-                "participations": 1_000_000,
-            },
-        }
-        for buffer in (5, 10, 20)
-    }  # fmt: skip
-    synchronous = {"rounds": 40, "cohort": {"name": "fixed", "size": AT_A_TIME}}
-    for label, tree in {f"synchronous, {AT_A_TIME} a round": synchronous, **buffers}.items():
-        found = [seconds_to_accuracy(tree | {"seed": seed}) for seed in SEEDS]
-        table.add_row(label, *(f"{seconds:,.0f}" for seconds in found))
-    Console().print(table)
-
-
-def seconds_to_accuracy(tree: dict[str, Any]) -> float:
-    """Virtual seconds of a run until its model first has the accuracy; inf if it never has."""
-    import fedsim
-
-    common = {
-        "partition": {"clients": 100, "name": "dirichlet", "alpha": 0.5},
-        "client": {"steps": 5, "lr": 0.05},
-        "mechanism": {"name": "none", "weighting": "uniform"},
-        "devices": {"seconds-per-step": 36.0, "spread": 1.0},
-        "engine": {"device": "cpu", "workers": 1},
-    }
-    seconds = 0.0
-    for row in fedsim.run(fedsim.RunConfig.parse(common | tree)).metrics[1:]:
-        seconds += row["virtual-seconds"]
-        if row["test-accuracy"] >= ACCURACY:
-            return seconds
-    return math.inf
 
 
 def of_schedule(buffer: int) -> tuple[float, int]:

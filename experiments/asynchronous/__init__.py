@@ -1,0 +1,1 @@
+"""What buffered asynchronous rounds are worth, in the time of simulated devices."""
