@@ -358,3 +358,28 @@ def test_one_class_alone_is_refused():
     data = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
     with pytest.raises(FedsimError, match="one class, 0"):
         fedsim.run(fedsim.RunConfig().replace(**{"partition.clients": 2, "rounds": 1}), data=data)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
+@pytest.mark.parametrize("private", [False, True])
+def test_bytes_and_booleans_are_features_as_they_are(
+    dtype: Any, private: bool, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2 if dtype is np.bool_ else 7, (120, 9)).astype(dtype)
+    y = (bits.sum(1) > bits.sum(1).mean()).astype(int)
+    examples = {"client.mechanism.name": "clipping", "client.noise.multiplier": 0.5}
+    settings = {"rounds": 2, "partition.clients": 4, "client.lr": 0.05}
+    run = fedsim.RunConfig.from_run_config(settings | (examples if private else {}))
+    runs = {}
+    for name, x in (("own", bits), ("floats", bits.astype(np.float32))):
+        np.savez(tmp_path / "bits.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40])
+        runs[name] = fedsim.run(run.replace(**{"data.name": "bits.npz"}), out=tmp_path / name)
+    own, floats = (dict(result.arrays) for result in runs.values())
+    assert {k: v.numpy().tobytes() for k, v in own.items()} == {
+        k: v.numpy().tobytes() for k, v in floats.items()
+    }
+    saved = [fedsim.load(tmp_path / name) for name in runs]
+    for x in (bits, bits.astype(np.float32), bits.astype(int)):
+        assert (saved[0].predict(x) == saved[1].predict(x)).all()
+    assert saved[0].evaluate(str(tmp_path / "bits.npz"))["loss"] == saved[1].evaluate()["loss"]
