@@ -145,6 +145,9 @@ class ModelSection(ObjectTable, table="model"):
     """A .safetensors file whose parameters the model starts from."""
     weights_for: Annotated[str, Needs("weights")] = ""
     """Shell patterns of the parameters to load from model.weights; empty for all."""
+    example: Annotated[str, NamesPath("training")] = ""
+    """A file of two or more public inputs on which the model and the loss are tried in place of
+    made-up ones: .npy, .npz for several inputs by name, .csv for a table."""
     personal: str = ""
     """Shell patterns of the parameters that each client keeps to itself and evaluates with, such as
     'head.*'; empty for none."""

@@ -140,6 +140,8 @@ class Dataset:
         order. Empty for other data.
     columns : tuple of str
         Of a table: what each column became, one text each. Empty for other data.
+    public : Tensor ``[2 or more, ...]``, or None
+        Public inputs, on which models are tried in place of made-up ones.
     """
 
     name: str
@@ -154,6 +156,7 @@ class Dataset:
     feature_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    public: Tensor | NamedTensors | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -147,7 +147,13 @@ def client_data(dataset: Dataset, split: Split, client_indices: list[Ints]) -> C
     """Examples of a data set's split with their clients' indices and the data's normalisation."""
     unusable = split.columns.get(UNUSABLE)
     return ClientData(
-        split.x, split.y, client_indices, *input_statistics(dataset), split.mask, unusable
+        split.x,
+        split.y,
+        client_indices,
+        *input_statistics(dataset),
+        split.mask,
+        unusable,
+        dataset.public,
     )
 
 

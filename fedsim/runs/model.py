@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,16 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from fedsim import models
+from fedsim import models, regular_files
 from fedsim.adapters import Adapter, adapted
+from fedsim.array_types import Array
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.datasets.array_checks import torch_dtype
+from fedsim.datasets.load import array_of, inputs_of
 from fedsim.errors import FedsimError, printable, user_code_location
 from fedsim.federation.arrays import array_record
-from fedsim.named_tensors import NamedTensors, accept_named
+from fedsim.named_tensors import NamedTensors, accept_named, by_name
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
 from fedsim.training.data import as_inputs
@@ -283,6 +287,105 @@ class InferenceModel(nn.Module):
             x = (x - self.mean) / self.std
         outputs: Tensor = self.model(x)
         return outputs
+
+
+def input_dtype(dataset: Dataset) -> torch.dtype | dict[str, torch.dtype]:
+    """Dtype of inputs: float32 for features, else the data set's own; a dict of several."""
+    dtype: torch.dtype | dict[str, torch.dtype] = by_name(_input_dtype, dataset.train.x)
+    return dtype
+
+
+def _input_dtype(x: Tensor) -> torch.dtype:
+    is_image = x.dtype == torch.uint8 and x.dim() == 4
+    is_number = x.is_floating_point() or x.dtype == torch.uint8
+    return torch.float32 if is_number and not is_image else x.dtype
+
+
+def model_inputs(dataset: Dataset, x: Any) -> Tensor:
+    """Inputs of a data set's model, as tensors in the layout of the data set's own.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        Only its shapes and dtypes matter.
+    x : array ``[N, ...]``, mapping or table
+        As in `SavedRun.predict`.
+
+    Raises
+    ------
+    FedsimError
+        If they have another shape, other columns or names, or another kind of numbers, or are not
+        finite.
+    """
+    shape: Any = dataset.input_shape
+    dtype: Any = input_dtype(dataset)
+    vocabulary: Any = dataset.vocabulary
+    if not isinstance(shape, dict):
+        array = inputs_of("examples", x, dataset.feature_names)
+        return _one_input("examples", array, shape, dtype, vocabulary)
+    if not isinstance(x, Mapping) or x.keys() != shape.keys():
+        given = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
+        raise FedsimError(
+            f"examples are {given or 'without any input'}; they must be a mapping of "
+            f"{', '.join(shape)} to arrays, the inputs of this model."
+        )
+    tensors = {
+        name: _one_input(
+            f"examples of {name}",
+            array_of(name, x[name]),
+            shape[name],
+            dtype[name],
+            vocabulary.get(name, 0),
+        )
+        for name in shape
+    }
+    if len({len(tensor) for tensor in tensors.values()}) > 1:
+        lengths = ", ".join(f"{len(tensor)} of {name}" for name, tensor in tensors.items())
+        raise FedsimError(f"examples are {lengths}; there must be as many of each input.")
+    return NamedTensors(tensors)
+
+
+def _one_input(
+    noun: str, array: Array, shape: tuple[int, ...], dtype: torch.dtype, vocabulary: int
+) -> Tensor:
+    if array.ndim > 1 and array.size and array.shape[1:] != shape and array.dtype.kind in "uif":
+        split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
+        array = Dataset.from_arrays("x", split, split).test.x.numpy()
+    if not array.ndim or array.shape[1:] != shape:
+        raise FedsimError(
+            f"{noun} have shape {array.shape}; this model takes {('N', *shape)}, such as "
+            "x[None] for one example x."
+        )
+    return examples_tensor(array, dtype, vocabulary)
+
+
+def public_inputs(path: str, dataset: Dataset) -> Tensor:
+    """Inputs in the file that `model.example` names.
+
+    Raises
+    ------
+    FedsimError
+        If it cannot be read, has fewer than two examples, or others than the data set's.
+    """
+    where = f"model.example = '{path}'"
+    x: Any = path
+    try:
+        file = regular_files.require(Path(path))
+        if Path(path).suffix.lower() != ".csv":
+            x = np.load(file, allow_pickle=False)
+            x = dict(x) if isinstance(x, Mapping) else x
+    except Exception as error:  # NumPy's parsers may raise anything
+        raise FedsimError(
+            f"{where} could not be read ({printable(str(error))}); it must be a .npy file, an .npz "
+            "with an array for each of several inputs, or a .csv of a table."
+        ) from None
+    try:
+        inputs = model_inputs(dataset, x)
+    except FedsimError as error:
+        raise FedsimError(f"{where}: {error}") from None
+    if len(inputs) < 2:
+        raise FedsimError(f"{where} has {len(inputs)} examples; it must have two or more.")
+    return inputs
 
 
 def examples_tensor(array: npt.NDArray[Any], dtype: torch.dtype, vocabulary: int) -> Tensor:

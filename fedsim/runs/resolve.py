@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,13 @@ from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, all_test_examples, client_data, device_of, resolve_data
 from fedsim.runs.factories import example_privacy, make_trainer, seed_or_none, state_dir
-from fedsim.runs.model import initial_model, personal_parameters, shared_arrays, try_model
+from fedsim.runs.model import (
+    initial_model,
+    personal_parameters,
+    public_inputs,
+    shared_arrays,
+    try_model,
+)
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.run_ledgers import ledger_paths
 from fedsim.strategies import Availability, ClientMetrics, ClientTraining, DPFedAvg
@@ -124,6 +130,9 @@ def resolve(
     config = resolve_bands(config)
     overrides = overrides or ObjectOverrides()
     data = data or resolve_data(config, overrides)
+    if example := config.model.example:
+        public = public_inputs(example, data.dataset).to(device_of(config))
+        data = replace(data, dataset=replace(data.dataset, public=public))
     dataset, tests = data.dataset, data.client_test_indices
     clients = client_data(dataset, dataset.train, data.client_indices)
     test = None if tests is None else client_data(dataset, dataset.test, tests)

@@ -11,7 +11,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,10 +24,9 @@ from fedsim.config.release_keys import path_keys
 from fedsim.datasets import Dataset, dataset_of
 from fedsim.datasets.array_checks import UNUSABLE
 from fedsim.datasets.files import data_files
-from fedsim.datasets.load import array_of, inputs_of, kind_of
+from fedsim.datasets.load import kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights, values_of
-from fedsim.named_tensors import NamedTensors, by_name
 from fedsim.privacy import Statement
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import Checkpoints, RunState
@@ -44,7 +42,13 @@ from fedsim.runs.data_split import (
 )
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import make_trainer
-from fedsim.runs.model import InferenceModel, examples_tensor, initial_model, personal_parameters
+from fedsim.runs.model import (
+    InferenceModel,
+    initial_model,
+    input_dtype,
+    model_inputs,
+    personal_parameters,
+)
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import evaluated
@@ -89,7 +93,7 @@ def load(
     >>> saved = load("runs/digits")
     >>> saved.config.rounds, len(saved.metrics)
     (2, 3)
-    >>> saved.predict(np.zeros((5, 64), dtype=np.float32)).shape
+    >>> saved.predict([[0.0] * 64] * 5).shape
     (5,)
     """
     directory = RunDirectory(path)
@@ -207,8 +211,7 @@ class SavedRun:
     @property
     def input_dtype(self) -> torch.dtype | dict[str, torch.dtype]:
         """Dtype of inputs: float32 for features, else the data set's own; a dict of several."""
-        dtype: torch.dtype | dict[str, torch.dtype] = by_name(_input_dtype, self._dataset.train.x)
-        return dtype
+        return input_dtype(self._dataset)
 
     @property
     def personal(self) -> list[str]:
@@ -319,39 +322,11 @@ class SavedRun:
 
     def _outputs(self, x: Any) -> tuple[Tensor, tuple[int, ...]]:
         """The model's outputs, and the shape of targets of these examples."""
-        inputs = self._inputs(x)
+        inputs = model_inputs(self._dataset, x)
         # Copies: a forward may write to its inputs, which may be the caller's own array.
         parts = (inputs[start : start + _CHUNK] for start in range(0, len(inputs) or 1, _CHUNK))
         outputs = torch.cat([self.model(part.clone()) for part in parts])
         return outputs, (len(inputs), *self._dataset.train.y.shape[1:])
-
-    def _inputs(self, x: Any) -> Tensor:
-        shape: Any = self.input_shape
-        dtype: Any = self.input_dtype
-        vocabulary: Any = self._dataset.vocabulary
-        if not isinstance(shape, dict):
-            array = inputs_of("examples", x, self._dataset.feature_names)
-            return _examples("examples", array, shape, dtype, vocabulary)
-        if not isinstance(x, Mapping) or x.keys() != shape.keys():
-            given = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
-            raise FedsimError(
-                f"examples are {given or 'without any input'}; they must be a mapping of "
-                f"{', '.join(shape)} to arrays, the inputs of this model."
-            )
-        tensors = {
-            name: _examples(
-                f"examples of {name}",
-                array_of(name, x[name]),
-                shape[name],
-                dtype[name],
-                vocabulary.get(name, 0),
-            )
-            for name in shape
-        }
-        if len({len(tensor) for tensor in tensors.values()}) > 1:
-            lengths = ", ".join(f"{len(tensor)} of {name}" for name, tensor in tensors.items())
-            raise FedsimError(f"examples are {lengths}; there must be as many of each input.")
-        return NamedTensors(tensors)
 
     def evaluate(self, data: object = "") -> dict[str, float]:
         """Loss and metrics on test examples.
@@ -527,24 +502,3 @@ def _set_values(model: nn.Module, trained: nn.Module) -> None:
     if next(shapes) == next(shapes):
         for name, value in values.items():
             own[name].copy_(value)
-
-
-def _input_dtype(x: Tensor) -> torch.dtype:
-    is_image = x.dtype == torch.uint8 and x.dim() == 4
-    is_number = x.is_floating_point() or x.dtype == torch.uint8
-    return torch.float32 if is_number and not is_image else x.dtype
-
-
-def _examples(
-    noun: str, array: Array, shape: tuple[int, ...], dtype: torch.dtype, vocabulary: int
-) -> Tensor:
-    """One input of a model, as a tensor in the layout of its data set's tensors."""
-    if array.ndim > 1 and array.size and array.shape[1:] != shape and array.dtype.kind in "uif":
-        split = {"x": array, "y": np.zeros(len(array), dtype=np.int64)}
-        array = Dataset.from_arrays("x", split, split).test.x.numpy()
-    if not array.ndim or array.shape[1:] != shape:
-        raise FedsimError(
-            f"{noun} have shape {array.shape}; this model takes {('N', *shape)}, such as "
-            "x[None] for one example x."
-        )
-    return examples_tensor(array, dtype, vocabulary)

@@ -43,6 +43,8 @@ class ClientData:
         Examples with an invalid label or token, which has been replaced, and test examples with
         numbers that are not finite. A client that has one fails; with example-level privacy such
         examples' gradients count as zero.
+    public : Tensor ``[2 or more, ...]`` or NamedTensors, optional
+        Public inputs, on which a model and a loss are tried in place of made-up ones.
 
     Raises
     ------
@@ -57,6 +59,7 @@ class ClientData:
     std: Tensor | None = None
     mask: Tensor | None = None
     unusable: npt.NDArray[np.bool_] | None = None
+    public: Tensor | NamedTensors | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -108,8 +111,11 @@ class ClientData:
 
     def inputs(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Inputs at ``index`` (int64, any shape ``[*lead]``) as ``[*lead, ...]`` of ``dtype``."""
+        return self._gathered(self.x, index, dtype)
+
+    def _gathered(self, x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
         flat = index.reshape(-1)
-        x = as_inputs(each(lambda one: one.index_select(0, flat), self.x), dtype)
+        x = as_inputs(each(lambda one: one.index_select(0, flat), x), dtype)
         if self.mean is not None and self.std is not None:
             x = x.sub_(self.mean.to(x)).div_(self.std.to(x))
         return each(lambda one: one.reshape(*index.shape, *one.shape[1:]), x)
@@ -130,18 +136,29 @@ class ClientData:
         no_example = torch.zeros(0, dtype=torch.int64, device=self.x.device)
         return self.inputs(no_example, dtype), self.targets(no_example, dtype)
 
+    def public_inputs(self, count: int, dtype: torch.dtype, part: int = 0) -> Tensor | None:
+        """``count`` of the public inputs, again and again; None if there are none.
+
+        Those of ``part`` 0 and of part 1 are different ones.
+        """
+        if self.public is None:
+            return None
+        rows = torch.arange(part, len(self.public), 2, device=self.y.device)
+        return self._gathered(self.public, rows[torch.arange(count) % len(rows)], dtype)
+
     def one_example(self, *, protected: bool) -> ClientData | None:
         """One client with one example, to test a model, a loss and metrics; None without any.
 
         It is the first example that any client has. If clients' data are protected, it is made up,
-        of ones: whether a run starts must not depend on anyone's data.
+        of ones, or the first public one: whether a run starts must not depend on anyone's data.
         """
         if not len(self.x):
             return None
         if not protected:
             first = next((part[:1] for part in self.indices if len(part)), None)
             return None if first is None else replace(self, indices=[first])
-        x, y = (each(torch.ones_like, values[:1]) for values in (self.x, self.y))
+        y = torch.ones_like(self.y[:1])
+        x = each(torch.ones_like, self.x[:1]) if self.public is None else self.public[:1]
         indices = [np.zeros(1, dtype=np.int64)]
         return replace(self, x=x, y=y, indices=indices, mask=None, unusable=None)
 

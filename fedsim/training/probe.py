@@ -143,15 +143,18 @@ class Probe:
         If a loss is not finite, other batches are tried: NaN would hide what it depends on.
         """
         generator = torch.Generator().manual_seed(SEED)
-        x, y = self.trained.data.empty(self.trained.packing.layout.dtype)
+        data, dtype = self.trained.data, self.trained.packing.layout.dtype
+        x, y = data.empty(dtype)
+
+        def inputs(k: int, positive: bool) -> Tensor:
+            public = data.public_inputs(EXAMPLES, dtype, k)
+            return _made_up_like(x, generator, k, positive) if public is None else public
+
         pairs: list[tuple[_Batch, _Batch]] = []
         failure: BaseException | None = None
         for positive in (False, True):
             first, second = (
-                _Batch(
-                    _made_up_like(x, generator, k, positive),
-                    _made_up_like(y, generator, k, positive),
-                )
+                _Batch(inputs(k, positive), _made_up_like(y, generator, k, positive))
                 for k in (0, 1)
             )
             try:
@@ -174,7 +177,8 @@ class Probe:
         raise FedsimError(
             "the model or its loss could not be tried on made-up examples "
             f"({type(failure).__name__}: {failure}), as is required before training with "
-            "example-level privacy; it must take any real inputs, or the classes or tokens 1 and 2."
+            "example-level privacy; it must take any real inputs, or the classes or tokens 1 and "
+            "2, or model.example must name a file of public inputs that it takes."
         ) from failure
 
     @property

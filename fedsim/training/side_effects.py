@@ -95,12 +95,14 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
 
 
 def made_up_inputs(data: ClientData, dtype: torch.dtype) -> Tensor | None:
-    """Made-up inputs ``[4, ...]`` of the data's shape for `hidden_draws`; None without any data.
+    """Made-up inputs ``[4, ...]`` for `hidden_draws`, or public ones; None without any data.
 
     Never real examples: the result, which may be a refusal, must not depend on anyone's data.
     """
     if not len(data.x):
         return None
+    if (public := data.public_inputs(4, dtype)) is not None:
+        return public
     x, _ = data.empty(dtype)
 
     def made_up(one: Tensor) -> Tensor:

@@ -229,6 +229,18 @@ def test_an_audit_moves_one_example_of_several_inputs() -> None:
     assert finding.p_value > 0.5, finding
 
 
+def test_public_examples_of_several_inputs_are_tried_by_name() -> None:
+    np.savez("public.npz", user=[0, 7, 1], item=[4, 4, 0])
+    tried = config(**EXAMPLES, **{"model.example": "public.npz"})
+    data = resolve(tried).trainer.data
+    parts = [data.public_inputs(3, torch.float32, part) for part in (0, 1)]
+    assert [part["user"].tolist() for part in parts if part is not None] == [[0, 1, 0], [7, 7, 7]]
+    assert fedsim.run(tried).metrics[-1]["failed"] == 0
+    np.savez("public.npz", x=[0, 7, 1])
+    with pytest.raises(FedsimError, match="are x; they must be a mapping of item, user"):
+        resolve(tried)
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "sentence"),
     [

@@ -383,3 +383,64 @@ def test_bytes_and_booleans_are_features_as_they_are(
     for x in (bits, bits.astype(np.float32), bits.astype(int)):
         assert (saved[0].predict(x) == saved[1].predict(x)).all()
     assert saved[0].evaluate(str(tmp_path / "bits.npz"))["loss"] == saved[1].evaluate()["loss"]
+
+
+LENGTHS = """
+import torch
+from torch import nn
+
+
+class ByLength(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        lengths, tokens = x[:, 0], x[:, 1:]
+        if not all(3 <= length <= 5 for length in lengths.tolist()):
+            raise ValueError("a length is not from 3 to 5")
+        counts = torch.arange(tokens.shape[1]) < lengths[:, None]
+        summed = (self.embedding(tokens) * counts[..., None]).sum(1)
+        return self.head(summed / lengths[:, None])
+"""
+
+
+@pytest.mark.parametrize("level", ["clients", "examples"])
+def test_a_public_example_is_tried_where_a_made_up_one_cannot_be(
+    level: str, tmp_path: Path
+) -> None:
+    (tmp_path / "nets.py").write_text(LENGTHS)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 6, (40, 1))
+    x = np.concatenate([lengths, rng.integers(0, 9, (40, 5))], 1)
+    y = (x[:, 1] > 4).astype(int)
+    arrays = {"x_train": x, "y_train": y, "x_test": x, "y_test": y, "vocabulary": 9}
+    np.savez(tmp_path / "lengths.npz", **arrays)
+    privacy = {
+        "clients": {"mechanism.name": "clipping", "noise.multiplier": 0.1},
+        "examples": {"client.mechanism.name": "clipping", "client.noise.multiplier": 0.1},
+    }
+    run = fedsim.RunConfig.from_run_config(
+        {
+            "rounds": 3, "data.name": "lengths.npz", "partition.clients": 2,
+            "model.name": "nets:ByLength", "client.lr": 1.0, **privacy[level],
+        }
+    )  # fmt: skip
+    with pytest.raises(FedsimError, match="a length is not from 3 to 5"):
+        fedsim.run(run)
+    np.save(tmp_path / "public.npy", [[3, 1, 2, 0, 0, 0], [4, 2, 3, 1, 1, 1]])
+    run = run.replace(**{"model.example": "public.npy"})
+    result = fedsim.run(run, out=tmp_path / "run")
+    assert result.metrics[-1]["test-loss"] < result.metrics[0]["test-loss"]
+    (tmp_path / "public.npy").unlink()
+    assert fedsim.load(tmp_path / "run").predict(x).shape == (40,)  # the file is not needed
+    for wrong, sentence in (
+        (None, r"model\.example = 'public\.npy' could not be read"),
+        (x[:1], "has 1 examples; it must have two or more"),
+        (x[:, :3], r"examples have shape \(40, 3\); this model takes \('N', 6\)"),
+        (x + 9, "must be tokens, whole numbers from 0 to 8"),
+    ):
+        if wrong is not None:
+            np.save(tmp_path / "public.npy", wrong)
+        with pytest.raises(FedsimError, match=sentence):
+            fedsim.run(run)
