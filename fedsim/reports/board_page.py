@@ -21,6 +21,9 @@ from fedsim.runs.metrics import brief
 _WEAK = 10.0
 """Epsilon from which the odds may change 20,000 times and more, so that the page says so."""
 
+_PEOPLE = {"patient", "person", "participant", "subject", "individual", "user", "student"}
+"""Nouns of clients who are people, and so have no people's data."""
+
 _CHANGES: dict[Adjacency, str] = {
     "add-remove": "had not been there",
     "zero-out": "had contributed nothing",
@@ -70,7 +73,9 @@ def _plural(noun: str) -> str:
 
 
 def _rounded_up(value: float) -> str:
-    """A number above 0 with two digits, never below it."""
+    """A number from 0 on with two digits, never below it."""
+    if not value:
+        return "0"
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return brief(float(f"{math.ceil(value / unit) * unit:.2g}"))
 
@@ -117,7 +122,7 @@ class _Words:
             (f"{releases:,}", "release" if releases == 1 else "releases"),
         ]
         declared = {entry.event.law.population or 0 for entry in statement.entries}
-        if self._of_client and max(declared):
+        if self._of_client and max(declared) and statement.protects:
             figures.append((f"{max(declared):,}", f"{self._nouns} (declared)"))
         return figures
 
@@ -177,6 +182,8 @@ class _Words:
                 "Somebody with several records is protected less. How many records each "
                 f"{noun} has is not protected.",
             ]
+        if noun in _PEOPLE:
+            return [sentence]
         return [
             sentence,
             f"The data of a person at one {noun} are protected as a part of that {noun}'s. "
@@ -192,9 +199,9 @@ class _Words:
         # From a client's data with the person to those without it is two steps: away, and back.
         delta = (1 + math.exp(min(statement.epsilon, 700.0))) * statement.delta
         if delta >= 0.1:
-            return "For the difference that this person makes they guarantee nothing."
+            return "For the difference that this person makes these figures guarantee nothing."
         return (
-            "For the difference that this person makes they guarantee less: epsilon "
+            "For the difference that this person makes, the guarantee is weaker: epsilon "
             f"{_rounded_up(2 * statement.epsilon)} and delta {_plain(delta)}."
         )
 
@@ -238,7 +245,8 @@ class _Words:
             f"1 % of cases they miss at least {missed[0]:g} % of the true ones, and with false "
             f"alarms in 10 % at least {missed[1]:g} %. Guessing misses 99 % and 90 %.",
             f"Epsilon, {epsilon:.3g}, limits how far what was released may change the odds of such "
-            f"a suspicion: {odds}. Smaller is better; 0 would reveal nothing.",
+            f"a suspicion: {odds}. Smaller is better; with delta 0, an epsilon of 0 reveals "
+            "nothing.",
             f"Delta, {_plain(delta)}, is by how much that limit may be missed: roughly the chance "
             "that it does not hold.",
         ]

@@ -76,7 +76,7 @@ def test_figures_are_never_rounded_in_favour_of_the_run(tmp_path: Path) -> None:
     (factor,) = re.findall(r"by a factor of at most ([\d.,]+)\. ", words)
     assert math.exp(epsilon) <= float(factor.replace(",", "")) < 1.1 * math.exp(epsilon)
     ((doubled, delta),) = re.findall(
-        r"guarantee less: epsilon ([\d.]+) and delta ([\d.]+)\. ", words
+        r"guarantee is weaker: epsilon ([\d.]+) and delta ([\d.]+)\. ", words
     )
     assert 2 * epsilon <= float(doubled) < 2.2 * epsilon
     group_delta = (1 + math.exp(epsilon)) * 1e-4
@@ -142,3 +142,23 @@ def test_a_client_is_called_as_the_user_says(
     with pytest.raises(SystemExit):
         main(["export", run, "--to", "safetensors", "--client-noun", "city"])
     assert "--client-noun is for --public" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("z", "says"),
+    [
+        (1e8, "by a factor of at most 1. Smaller is better; with delta 0, an epsilon of 0"),
+        (0.01, "so much that it is no useful limit"),
+    ],
+)
+def test_extreme_figures_have_words_too(z: float, says: str, tmp_path: Path) -> None:
+    words = published(run_of(tmp_path, **{**CLIENTS, "noise.multiplier": z}, **ENTROPY), tmp_path)
+    assert says in words
+    assert ("From about 10 on it excludes little" in words) == (z < 1)
+    assert ("these figures guarantee nothing" in words) == (z < 1)
+
+
+def test_a_client_who_is_a_person_has_nobody_elses_data(tmp_path: Path) -> None:
+    words = published(run_of(tmp_path, **CLIENTS, **ENTROPY), tmp_path, "patient")
+    assert "Whether the data of one patient were used." in words
+    assert "data of a person" not in words
