@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.devices import assumption
+from fedsim.config.devices import assumption, lateness
 from fedsim.config.plan import (
     entropy,
     evaluation_events,
@@ -95,6 +95,8 @@ def _config_source(config: RunConfig) -> Source:
     if config.private:
         plan = uncalibrated_plan(config, config.mechanism.make())
         user_parts, of_devices = {*plan.user_parts}, assumption(config.to_run_config())
+    elif config.protects:
+        of_devices = lateness(config.to_run_config())
     if config.client.private and is_user_code(config.client.mechanism.make()):
         user_parts.add("bound")
     question, smallest = _config_question(config)

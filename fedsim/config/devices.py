@@ -180,9 +180,7 @@ class DevicesSection(ConfigTable, table="devices"):
 
 def assumption(config: Mapping[str, object]) -> str:
     """What a private run with a flat config assumes of devices and work; "" if nothing."""
-    sentences = []
-    if config.get("devices.duration") and config.get("engine.name") == "deployment":
-        sentences.append(LATENESS)
+    sentences = list(filter(None, [lateness(config)]))
     usual = DevicesSection().to_tree()
     del usual["duration"]  # the same for all clients
     modelled = any(config.get(f"devices.{key}", value) != value for key, value in usual.items())
@@ -192,6 +190,12 @@ def assumption(config: Mapping[str, object]) -> str:
             "from files that are assumed to be independent of clients' data (devices, client.work)."
         )
     return " ".join(sentences)
+
+
+def lateness(config: Mapping[str, object]) -> str:
+    """What a run with a flat config assumes of late updates, at either level; "" if nothing."""
+    is_real = config.get("engine.name") == "deployment"
+    return LATENESS if is_real and config.get("devices.duration") else ""
 
 
 _COLUMNS = ("bytes-down", "bytes-up", "virtual-seconds")

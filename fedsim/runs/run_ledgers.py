@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from fedsim import regular_files
 from fedsim.config import Scalar
+from fedsim.config.devices import lateness
 from fedsim.config.plan import with_assumptions
 from fedsim.config.run_config import read_config
 from fedsim.errors import FedsimError
@@ -184,6 +185,7 @@ class RunLedgers:
         if used:
             place = f"{used[0].path.parent}/" if used[0].path and len(used) > 1 else None
             examples = statement_of(used, self.example_delta, place)
+            examples = replace(examples, added_sentence=lateness(config))
         if server is None:
             return statements_to_show(None, examples)
         cut_short = self.outcome.ended in ("interrupted", "failed")

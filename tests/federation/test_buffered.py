@@ -19,19 +19,21 @@ from killed_runs import killed_in
 from scipy.optimize import brentq
 from scipy.stats import norm
 from torch import Tensor
+from typer.testing import CliRunner
 
 import fedsim
 from fedsim import RunConfig
 from fedsim.array_types import Bools, Floats, Ints
 from fedsim.audit.config_audit import audit_config
 from fedsim.audit.user_checks import releases_of_clients
+from fedsim.cli.app import app
 from fedsim.clients import SGD, Scaffold
 from fedsim.cohorts import BufferedCohort, FullCohort
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.robust import Median
 from fedsim.federation.arrays import array_record, tensors
-from fedsim.federation.buffered.schedule import OpenTimes, ReleaseSchedule, _Clock
+from fedsim.federation.buffered.schedule import LATENESS, OpenTimes, ReleaseSchedule, _Clock
 from fedsim.federation.buffered.timeline import BARS, DEVICES, LINES, timeline
 from fedsim.mechanisms import (
     AdaClip,
@@ -55,6 +57,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, BlockTrainer
 from fedsim.runs.resolve import resolve
+from fedsim.runs.run_ledgers import RunLedgers
 from fedsim.strategies import Availability, ClientTraining, DPFedAvg
 from fedsim.training import Trainer
 from fedsim.training.example_privacy import ExamplePrivacy
@@ -738,3 +741,34 @@ def test_a_release_that_is_drawn_again_costs_one_more(tmp_path: Path) -> None:
     # Releases 4 and 5 were made after the checkpoint of release 3: with three planned ones, five.
     expected = gaussian_epsilon(np.sqrt(5) / 1.5, 1e-5)
     assert resumed.privacy.epsilon == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["client", "example"])
+def test_statements_name_what_a_run_in_real_time_assumes(level: str, tmp_path: Path) -> None:
+    private = {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.5}}
+    tables = private if level == "client" else {
+        "mechanism": {"name": "none", "weighting": "uniform"},
+        "client": {"steps": 2, "batch-size": 5, **private},
+    }  # fmt: skip
+    config = RunConfig.parse(
+        {
+            "rounds": 2,
+            "partition": {"clients": 6, "max-examples": 20},
+            "cohort": {"name": "buffered", "concurrency": 4, "buffer": 3},
+            "devices": {"duration": 20.0},
+            "evaluate": {"every": 0},
+            "engine": {"device": "cpu"},
+            **tables,
+        }
+    )
+    (tmp_path / "run.toml").write_text(config.to_toml())
+    fedsim.run(config, out=tmp_path / "run")
+    for engine, is_real in (("local", False), ("deployment", True)):
+        flat = config.to_run_config() | {"engine.name": engine}
+        (statement,) = replace(RunLedgers.read(tmp_path / "run"), config=flat).statements
+        assert statement.level == level
+        assert (LATENESS in str(statement)) == is_real
+        question = ["privacy", str(tmp_path / "run.toml"), "--set", f"engine.name={engine}"]
+        shown = CliRunner().invoke(app, question)
+        assert shown.exit_code == 0, shown.output
+        assert (LATENESS in " ".join(shown.output.split())) == is_real
