@@ -210,6 +210,8 @@ evaluate_metrics_aggr_fn
             real_time=availability.real_time,
             protects=self.protects,
         )
+        if isinstance(plan.mechanism, RobustMean):
+            plan.mechanism.check(plan.sampler.expected_size)
         server_optimizer = server_optimizer or ServerSGD()
         # These names enter the digest that keys the noise: renaming one changes seeded runs.
         settings = {
