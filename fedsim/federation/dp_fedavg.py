@@ -259,9 +259,8 @@ evaluate_metrics_aggr_fn
         self.participants = Participants(
             plan, self.randomness, min_available_nodes, availability, private=self.protects
         )
-        if fraction_evaluate is None and availability.real_time:
-            fraction_evaluate = 0.0
-        fraction = metrics.fraction(fraction_evaluate, protects=self.protects)
+        real = availability.real_time and fraction_evaluate is None
+        fraction = metrics.fraction(0.0 if real else fraction_evaluate, protects=self.protects)
         in_flight = self._in_flight(availability, fraction)
         self.aggregation = _aggregation_of(plan, in_flight)
         evaluation: dict[str, Any] = {
