@@ -318,8 +318,9 @@ class Worth(ConfigRuns):
         """Accuracy over the devices' time, a panel an arm; bands are one s.d. over seeds."""
         settings = self.settings
         figure, panels = grid(
-            1, len(settings.arms), title=settings.title, width=5.2 * len(settings.arms), height=4.4
+            1, len(settings.arms), title=settings.title, width=5.2 * len(settings.arms), height=4.9
         )
+        drawn: dict[str, Any] = {}
         for panel, arm in zip(panels, settings.arms, strict=True):
             for index, way in enumerate(settings.ways):
                 runs = self._runs(results, arm, way)
@@ -331,14 +332,27 @@ class Worth(ConfigRuns):
                 curves = np.array([np.interp(hours, r["hours"], r["accuracy"]) for r in runs])
                 mean, spread = 100 * curves.mean(0), 100 * curves.std(0, ddof=len(runs) > 1)
                 colour = SERIES[index]
-                panel.fill_between(hours, mean - spread, mean + spread, color=colour, alpha=0.15)
-                panel.plot(hours, mean, **curve_style(colour), label=way.name)
+                if not way.keys:
+                    panel.fill_between(
+                        hours, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0
+                    )
+                (line,) = panel.plot(hours, mean, **curve_style(colour), label=way.name)
+                drawn.setdefault(way.name, line)
             panel.axhline(100 * settings.target, color="black", linewidth=0.8, linestyle=":")
             panel.set_xscale("log")
+            panel.xaxis.set_major_formatter(lambda hour, _: f"{hour:g}")
+            panel.sharey(panels[0])
             panel.set_title(arm.name, fontsize=10)
             panel.set_xlabel("hours of the devices' clock")
         panels[0].set_ylabel("test accuracy (%); bands: s.d. over seeds")
-        panels[-1].legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend(
+            drawn.values(),
+            drawn.keys(),
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+            fontsize=8,
+        )
         return figure
 
 
