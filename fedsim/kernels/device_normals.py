@@ -76,6 +76,26 @@ def normals_at(key: Tensor, counter: Tensor, size: int, *, hardened: bool) -> Te
     return out
 
 
+def uniforms_at(key: Tensor, counter: Tensor, size: int) -> Tensor:
+    """Uniform draws in [0, 1) of ``n`` streams, float64 ``[n, size]``: four for each counter.
+
+    Parameters as of `normals_at`.
+    """
+    first = torch.arange(-(-size // 4), dtype=torch.int64, device=key.device)
+    words = [column.unsqueeze(1) for column in (*counter.unbind(1), *key.unbind(1))]
+    drawn = torch.stack(philox((first[None], *words[:3]), words[3:]), dim=2)
+    return ((drawn.flatten(1)[:, :size] >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def stream_words(
+    streams: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[n, 2]`` and counters ``[n, 3]`` of n streams, from their unsigned words."""
+    rows = [[*map(signed, (*key, *counter))] for key, counter in streams]
+    columns = torch.tensor(rows, dtype=torch.int64, device=device)
+    return columns[:, :2], columns[:, 2:]
+
+
 def _sums(first: Tensor, words: Sequence[Tensor], terms: int) -> Tensor:
     """Sums of ``terms`` normals from the blocks at ``first`` and after it, by torch's operations.
 

@@ -25,6 +25,7 @@ from fedsim.training.batches import (
 )
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
+from fedsim.training.paths.dropout import DropoutPath
 from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.payload import PERSONAL, Payload, ReceivedVectors
 from fedsim.training.plain_steps import plain_loop
@@ -122,6 +123,12 @@ class LocalRounds:
     def reports_loss(self) -> bool:
         """Whether clients report their un-noised training loss."""
         return self.privacy is None or self.privacy.unprotected_metrics
+
+    @property
+    def draws_one_by_one(self) -> bool:
+        """Whether the model draws from torch's generator, which serves one client at a time."""
+        by_client = isinstance(self.stepper.path, DropoutPath)
+        return self.trained.draws.training and not by_client
 
     @property
     def largest_width(self) -> int:

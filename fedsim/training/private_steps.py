@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.base import DenseGradient, LocalAlgorithm, State, Step
-from fedsim.kernels.device_normals import normals_at, signed
+from fedsim.kernels.device_normals import normals_at, stream_words
 from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import BlockNoise, normals
@@ -30,7 +30,13 @@ from fedsim.training.client_state import CarriedState
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.paths.examples import GradientMethod
 from fedsim.training.side_effects import Seeds
-from fedsim.training.steps import RoundClients, StepLoop, StepLoopResult, Stepper
+from fedsim.training.steps import (
+    RoundClients,
+    StepLoop,
+    StepLoopResult,
+    Stepper,
+    counter_of_step,
+)
 
 GPU_CHUNK = 256
 MECHANISM = "mechanism."
@@ -170,9 +176,7 @@ class PrivateStepper:
         if not self.draws_in_step:
             draws: Tensor = own.pop(_DRAWS)
             return draws
-        number = at.number(_step_number)
-        steps = number.long() if torch.is_tensor(number) else int(number)
-        counter = torch.cat([own[_COUNTER][:, :1] + steps, own[_COUNTER][:, 1:]], dim=1)
+        counter = counter_of_step(own[_COUNTER], at)
         size = sum(self.releaser.draw_sizes)
         return normals_at(own[_KEY], counter, size, hardened=self.hardened)
 
@@ -182,10 +186,6 @@ def _entries(state: State, prefix: str) -> State:
     return {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }
-
-
-def _step_number(at: Step) -> float:
-    return at.index
 
 
 class PrivateLoop(StepLoop):
@@ -244,20 +244,18 @@ class PrivateLoop(StepLoop):
         self._prepare_noise(clients)
 
     def _prepare_noise(self, clients: RoundClients) -> None:
-        words: list[list[int]] = []
+        streams: list[tuple[Sequence[int], Sequence[int]]] = []
         ids, steps = clients.client_ids.tolist(), self.batches.steps.tolist()
         for client, source, count in zip(ids, clients.randomness, steps, strict=True):
             address: Any = {"level": "example", "round": clients.round, "client": client}
             if self.private.draws_in_step:
                 parts = range(count)  # each step has an address of its own
-                key, counter = source.counters(Purpose.STEP_NOISE, **address, parts=parts)
-                words.append([*map(signed, (*key, *counter))])
+                streams.append(source.counters(Purpose.STEP_NOISE, **address, parts=parts))
             else:
                 generator = source.generator(Purpose.NOISE, **address)
                 self.noise.append(NoiseSource(generator, self.private.hardened))
-        if words:
-            columns = torch.tensor(words, device=self.stepper.device)
-            self.release |= {_KEY: columns[:, :2], _COUNTER: columns[:, 2:]}
+        if streams:
+            self.release[_KEY], self.release[_COUNTER] = stream_words(streams, self.stepper.device)
 
     def init_state(self, theta: Tensor, numbers: State, carried: CarriedState) -> State:
         """The initial state, with what the releases need."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
+from fedsim.kernels.device_normals import stream_words
 from fedsim.named_tensors import NamedTensors, each
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.tasks.losses import Loss, is_fedsims_own
@@ -319,6 +320,22 @@ class Seeds:
         """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
         one_step = range(step, step + 1)
         return np.concatenate([self._seeds(k, one_step, count) for k in range(active)])
+
+    def counters(self, steps: Ints, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys ``[n, 2]`` and counters ``[n, 3]`` of each client's first step, of ``steps [n]``."""
+        streams = [
+            source.counters(
+                Purpose.DROPOUT,
+                level="example",
+                round=self.round,
+                client=client,
+                parts=range(count),
+            )
+            for source, client, count in zip(
+                self.randomness, self.client_ids.tolist(), steps.tolist(), strict=True
+            )
+        ]
+        return stream_words(streams, device)
 
     def _seeds(self, position: int, steps: range, count: int) -> Ints:
         """Seeds for these steps of one client, ``[steps, count]``."""

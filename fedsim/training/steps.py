@@ -16,9 +16,12 @@ from fedsim.rows.packing import Packing, empty_rows
 from fedsim.training.batches import Batches
 from fedsim.training.client_state import CarriedState
 from fedsim.training.data import ClientData
+from fedsim.training.paths.dropout import DropoutPath
 from fedsim.training.paths.path_choice import Path
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.side_effects import Seeds, reproducible_arithmetic
+
+DROPOUT_KEY, DROPOUT_COUNTER = "dropout.key", "dropout.counter"
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,11 @@ class Stepper:
         """
         x, y = self.data.inputs(index, self.dtype), self.data.targets(index, self.dtype)
         point = self.algorithm.point(state)
-        if seeds is None:
+        if isinstance(self.path, DropoutPath) and DROPOUT_KEY in state:
+            counter = counter_of_step(state[DROPOUT_COUNTER], at)
+            draws = state[DROPOUT_KEY], counter
+            gradient, losses = self.path.gradient(point, x, y, weight, draws)
+        elif seeds is None:
             gradient, losses = self.path.gradient(point, x, y, weight)
         else:
             assert isinstance(self.path, PlainPath)
@@ -144,6 +151,17 @@ class Stepper:
         statistics = state["theta"][:, self.statistics]
         self.algorithm.step(state, gradient, at)
         state["theta"][:, self.statistics] = statistics
+
+
+def counter_of_step(counter: Tensor, at: Step) -> Tensor:
+    """Counters ``[n, 3]`` of a step's draws, given those of the first step's (`Randomness`)."""
+    number = at.number(_step_number)
+    steps = number.long() if torch.is_tensor(number) else int(number)
+    return torch.cat([counter[:, :1] + steps, counter[:, 1:]], dim=1)
+
+
+def _step_number(at: Step) -> float:
+    return at.index
 
 
 @dataclass(frozen=True)
@@ -219,6 +237,11 @@ class StepLoop:
         # Made once: clients that go one by one come to the same steps again and again.
         self.positions = [Step(round, index) for index in range(batches.index.shape[1])]
         self.losses: list[Tensor] = []
+        self.draws: State = {}
+        """Entries of the state from which masks of dropout are drawn in the step."""
+        if seeds is not None and isinstance(stepper.path, DropoutPath):
+            key, counter = seeds.counters(batches.steps, stepper.device)
+            self.seeds, self.draws = None, {DROPOUT_KEY: key, DROPOUT_COUNTER: counter}
 
     def run(self, start: Tensor, numbers: State, carried: CarriedState) -> StepLoopResult:
         """Run all steps, from packed parameters ``start [n, D]`` (perhaps one expanded row).
@@ -268,7 +291,7 @@ class StepLoop:
         for name in self.stepper.carried_entries:
             if name in state:
                 state[name] = carried.entry(name, default=state[name])
-        return state
+        return state | self.draws
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""

@@ -224,7 +224,7 @@ class Trainer:
         """Set up captured steps, where there are any."""
         captured = captured_steps(rounds.private or rounds.stepper, self.block_size)
         rounds.stepper.captured_step = captured
-        if self.device.type == "cuda" and (captured is None or rounds.trained.draws.training):
+        if self.device.type == "cuda" and (captured is None or rounds.draws_one_by_one):
             _log.warning(
                 "clients train one at a time on the GPU, and their steps are not captured: the "
                 "model draws, recurs or keeps state of its own, or client.path asks for it"

@@ -171,10 +171,10 @@ def test_private_examples_of_a_model_that_draws_have_the_same_bytes_in_every_blo
     assert not torch.equal(rows_of(trainer, 1), rows_of(trainer, 2))
 
 
-@pytest.mark.parametrize("path", ["func", "layered"])
-def test_paths_that_cannot_lend_a_generator_to_one_client_refuse(path):
+@pytest.mark.parametrize(("path", "name"), [("func", "noisy"), ("layered", "dropout")])
+def test_paths_that_cannot_lend_a_generator_to_one_client_refuse(path, name):
     with pytest.raises(FedsimError, match="draws random numbers"):
-        trainer_of("dropout", path=path)
+        trainer_of(name, path=path)
 
 
 class FromNumpy(nn.Linear):

@@ -18,8 +18,10 @@ another: each takes all its steps while its row is in the cache.
 The first two paths pad all batches of a block to one width, by copies of a batch's own examples
 with weight 0. They are for models and losses that have been read and treat each example by itself
 (`fedsim.training.structure`). All others take the plain path, which gives a model its real batches
-and nothing else. So does a model that draws random numbers itself (dropout), or whose loss does,
-since torch's generator serves one client at a time (`fedsim.training.side_effects`). Per-example
+and nothing else. So does a model that draws random numbers itself, or whose loss does, since
+torch's generator serves one client at a time (`fedsim.training.side_effects`). Masks of dropout
+layers are drawn at counters by the path func (`fedsim.training.paths.dropout`), which the rule
+takes for such models on a GPU; they are other masks than those of the path plain. Per-example
 gradients, for example-level privacy, have methods of their own (`fedsim.training.paths.examples`).
 
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
@@ -46,6 +48,7 @@ from fedsim.kernels import convolutions, dense
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
+from fedsim.training.paths.dropout import DropoutPath
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program, lowered
@@ -114,6 +117,8 @@ class TrainedModel:
     plain_only : bool
         Whether it must run for one client at a time: it or its loss draws random numbers, from
         torch's one generator, or it records statistics of its batches.
+    by_dropout : bool
+        Whether it would not be, but for draws of its own in training.
     program : Program or None
         The model program; None if it is no such chain of layers, or is ``plain_only``.
     """
@@ -125,6 +130,7 @@ class TrainedModel:
     draws: HiddenDraws
     reading: Reading
     plain_only: bool
+    by_dropout: bool
     program: Program | None
 
     @classmethod
@@ -165,8 +171,9 @@ class TrainedModel:
             draws = HiddenDraws(training=True, evaluation=True)
         reading = read(model.train(), loss, x, y, declared=not private)
         plain_only = draws.training or draws.evaluation or statistics
+        by_dropout = draws.training and not (draws.evaluation or statistics or private)
         program = None if plain_only else lowered(reading, packing, kernel)
-        return cls(model, packing, loss, data, draws, reading, plain_only, program)
+        return cls(model, packing, loss, data, draws, reading, plain_only, by_dropout, program)
 
 
 def choose(name: str, trained: TrainedModel, device: torch.device) -> Path:
@@ -184,18 +191,12 @@ def choose(name: str, trained: TrainedModel, device: torch.device) -> Path:
     structure, read_loss = reading.structure, reading.loss
     plain = PlainPath(trained.model, trained.packing, trained.loss)
     kind = type(trained.model).__name__
+    if trained.plain_only and (dropout := _dropout_path(name, trained, device)) is not None:
+        return dropout
     if trained.plain_only or structure is None or read_loss is None:
         if name in ("auto", "plain"):
             return plain
-        refused_model = f"a model or a loss that may look across a batch ({reading.why})"
-        if trained.plain_only:
-            refused_model = (
-                "a model that draws random numbers (dropout, say), or whose loss does, or that "
-                "keeps statistics of batches"
-            )
-        raise FedsimError(
-            f"client.path = '{name}' does not take {refused_model}; allowed here: 'auto', 'plain'."
-        )
+        raise _refusal(name, trained)
     if program is not None:
         # Convolutions gain by what pooling discards. On a GPU this path takes them client by
         # client, and would spend its time on launches.
@@ -222,6 +223,32 @@ def choose(name: str, trained: TrainedModel, device: torch.device) -> Path:
         )
     _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
     return plain
+
+
+def _refusal(name: str, trained: TrainedModel) -> FedsimError:
+    refused_model = f"a model or a loss that may look across a batch ({trained.reading.why})"
+    if trained.plain_only:
+        refused_model = (
+            "a model that draws random numbers (other than by layers of dropout, which 'func' "
+            "takes without example-level privacy), or whose loss does, or that keeps statistics of "
+            "batches"
+        )
+    return FedsimError(
+        f"client.path = '{name}' does not take {refused_model}; allowed here: 'auto', 'plain'."
+    )
+
+
+def _dropout_path(name: str, trained: TrainedModel, device: torch.device) -> DropoutPath | None:
+    """The func path of a model that draws masks of dropout and nothing else; None if it is not.
+
+    The rule takes it on a GPU; a CPU trains such a model client by client.
+    """
+    structure, loss = trained.reading.structure, trained.reading.loss
+    wanted = name == "func" or (name == "auto" and device.type == "cuda")
+    if not (wanted and trained.by_dropout) or structure is None or loss is None:
+        return None
+    path = DropoutPath.lowered(structure, trained.packing, loss)
+    return None if path is None or _vmap_error(path, trained.data) is not None else path
 
 
 def _row_bytes(packing: Packing) -> int:
