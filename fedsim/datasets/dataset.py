@@ -63,8 +63,8 @@ class Split:
         for name, tensor in (*inputs.items(), ("y", self.y), ("mask", self.mask)):
             if not isinstance(tensor, torch.Tensor) and not (name == "mask" and tensor is None):
                 raise FedsimError(
-                    f"{name} of a Split is {type(tensor).__name__}; it must be a torch.Tensor "
-                    "(Dataset.from_arrays takes arrays)."
+                    f"{name} of a Split is {type(tensor).__name__}; it must be a torch.Tensor, or "
+                    "NamedTensors as x (Dataset.from_arrays takes arrays)."
                 )
         counts = {"y": len(self.y)} | ({} if self.mask is None else {"mask": len(self.mask)})
         counts |= {f"x['{name}']": len(tensor) for name, tensor in inputs.items()}

@@ -13,7 +13,7 @@ from PIL import Image
 
 from fedsim import RunConfig
 from fedsim.config.release_keys import modules_in_config
-from fedsim.datasets import load
+from fedsim.datasets import NamedTensors, load
 from fedsim.datasets.files import data_files
 from fedsim.errors import FedsimError
 
@@ -162,3 +162,19 @@ def test_a_config_takes_a_name_of_the_hub_and_the_keys_of_files() -> None:
     )
     assert RunConfig.parse(config.to_tree()) == config
     assert modules_in_config(config) == []
+
+
+def test_columns_that_a_plus_joins_are_several_inputs_by_name(tmp_path: Path) -> None:
+    write_parquet(
+        tmp_path / "train.parquet",
+        input_ids=[[k, 3] for k in range(10)],
+        attention_mask=[[1, k % 2] for k in range(10)],
+        label=[k % 2 for k in range(10)],
+    )
+    data = load(str(tmp_path), columns="x=input_ids + attention_mask,y=label")
+    assert isinstance(data.train.x, NamedTensors)
+    assert data.input_shape == {"attention_mask": (2,), "input_ids": (2,)}
+    assert data.test.x["input_ids"].tolist() == [[4, 3], [9, 3]]
+    assert data.vocabulary == {"attention_mask": 2, "input_ids": 10}
+    with pytest.raises(FedsimError, match="no column 'token_type_ids' in its split train"):
+        load(str(tmp_path), columns="x=input_ids+token_type_ids,y=label")
