@@ -142,9 +142,13 @@ class MetricsFile:
         self._columns: tuple[str, ...] = ()
 
     def start(self, columns: Sequence[str], rows: Iterable[Row] = ()) -> None:
-        """Write the header, which is fixed for the run, and these rows."""
-        self._columns = tuple(columns)
-        lines = [_csv_line([row.get(column, "") for column in columns]) for row in rows]
+        """Write the header, which is fixed until the run is resumed, and these rows.
+
+        Columns of the rows that the run does not have any more stay, as its checkpoints count them.
+        """
+        rows = [*rows]
+        self._columns = tuple(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+        lines = [_csv_line([row.get(column, "") for column in self._columns]) for row in rows]
         replace(self.path, b"".join([_csv_line(self._columns), *lines]))
 
     def append(self, row: Row) -> None:

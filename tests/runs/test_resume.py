@@ -197,6 +197,19 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path):
     assert str(resumed.privacy.epsilon) == str(whole.privacy.epsilon)
 
 
+def test_a_run_may_be_resumed_again_after_its_metrics_have_changed(tmp_path):
+    config = BASE.replace(**{"rounds": 2, "evaluate.clients-every": 1})
+    fedsim.run(config, out=tmp_path)
+    changes = {"rounds": 3, "evaluate.clients-every": 0}
+    fedsim.run(config.replace(**changes), out=tmp_path, resume=True)
+    last = fedsim.run(config.replace(rounds=4), out=tmp_path, resume=True)
+    assert [row["round"] for row in last.metrics if "clients-loss" in row] == [1, 2, 4]
+    assert RunDirectory(tmp_path).metrics_file.rows() == last.metrics
+    lines = (tmp_path / "client-metrics.csv").read_text().splitlines()
+    assert lines[0] == "round,client,num-examples,loss,accuracy"
+    assert [line.partition(",")[0] for line in lines[1:]] == [n for n in "124" for _ in range(8)]
+
+
 def test_clients_state_of_a_checkpoint_is_kept_in_a_directory_that_is_given_on_resume(tmp_path):
     config = BASE.replace(**CASES["clients keep their rate"])
     whole = fedsim.run(config, out=tmp_path / "whole")
