@@ -72,7 +72,7 @@ def _stored_rows() -> Iterator[LeaderboardRow]:
             continue
         if experiment.pretraining is not None:
             experiment.weights = Path("model.safetensors")  # a config's name for it, not read
-        found, members = gathered(experiment, stored.get)
+        found, members = gathered(experiment, stored)
         if len(found) == len(members) or experiment.partial:
             settings = {member.name: member.settings for member in members}
             for entry in experiment.entries({name: one.result for name, one in found.items()}):

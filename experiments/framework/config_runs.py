@@ -8,7 +8,7 @@ its ledger is verified before its result is accepted.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,16 +27,14 @@ from experiments.framework.base import (
 )
 from experiments.framework.spread import mean_text, over_seeds
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.tables import ConfigTable, ObjectTable
+from fedsim.config.release_keys import changed_keys
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.reports.verification import verify_run
 from fedsim.runs.metrics import Row
 from fedsim.runs.record import RunRecord, RunResult
-from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.run_ledgers import ledger_paths
 from fedsim.runs.runner import run as run_config
-from fedsim.settings import settings_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -171,10 +169,6 @@ class ConfigRuns(Experiment):
         result = _finished(self.config_of(settings), directory)
         return self.summary(result.metrics) | _verified(directory)
 
-    def resolve(self, settings: Mapping[str, Any]) -> Resolved:
-        """The resolved config of a member."""
-        return resolve(self.config_of(settings))
-
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
         """The config of a member."""
         changes: dict[str, Scalar] = {"data.dir": str(self.data)}
@@ -229,20 +223,7 @@ def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, BestOf
 
 def chosen(config: RunConfig) -> dict[str, Scalar]:
     """The keys that differ from their defaults, without the data's folder."""
-    defaults = {**dict(_defaults(config)), "data.dir": config.data.dir}
-    flat = config.to_run_config()
-    return {key: value for key, value in flat.items() if value != defaults.get(key)}
-
-
-def _defaults(table: ConfigTable) -> Iterator[tuple[str, Any]]:
-    """Each dotted key of a table and of its tables and choices, with its default."""
-    own = table.declared_settings(table.selected_name) if isinstance(table, ObjectTable) else ()
-    for setting in (*settings_of(table), *own):
-        value = getattr(table, setting.name)
-        if isinstance(value, ConfigTable):
-            yield from _defaults(value)
-        else:
-            yield table.key(setting.key), setting.write(setting.default)
+    return {key: value for key, value in changed_keys(config).items() if key != "data.dir"}
 
 
 def _verified(directory: Path) -> Result:

@@ -6,9 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 import experiments
 from experiments.framework.base import (
@@ -122,9 +124,6 @@ class Judgement:
         Judgements by the claim's name.
     paper : mapping of str to float
         Figures printed in the paper, by the name of the report's figure.
-    earlier : mapping of str to float
-        Figures of an earlier run whose single results are not kept, shown if no others are stored;
-        no verdict is based on them.
     """
 
     title: str
@@ -135,7 +134,6 @@ class Judgement:
     remarks: list[str] = field(default_factory=list)
     claims: dict[str, Claimed] = field(default_factory=dict)
     paper: dict[str, float] = field(default_factory=dict)
-    earlier: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path) -> Judgement:
@@ -191,57 +189,65 @@ class Judged:
         too few seeds, claims with another verdict than the judgement's or without a cause, and
         names that do not exist.
         """
-        wrong = []
-        if self.missing and not self.judgement.not_run:
-            wrong.append(
+        return [*self._faults()]
+
+    def _faults(self) -> Iterator[str]:
+        judgement, report, seeds = self.judgement, self.report, self.experiment.settings.seeds
+        if self.missing and not judgement.not_run:
+            yield (
                 f"{len(self.missing)} results are missing, such as {self.missing[0].name}, and "
                 "not-run does not say why."
             )
-        if self.judgement.not_run and not self.missing:
-            wrong.append("not-run says why runs are missing, and none is.")
-        return wrong if self.report is None else wrong + self._faults_of(self.report)
-
-    def _faults_of(self, report: Report) -> list[str]:
-        judgement, seeds = self.judgement, self.experiment.settings.seeds
-        wrong = [
-            f"{choice.of}: the best of {', '.join(f'{value:g}' for value in sorted(choice.scores))}"
-            f" is {choice.value:g}, at the grid's edge; the grid must go on beyond it."
-            for choice in report.choices
-            if choice.at_edge
-        ]
+        if judgement.not_run and not self.missing:
+            yield "not-run says why runs are missing, and none is."
+        if report is None:
+            return
+        for choice in report.choices:
+            if choice.at_edge:
+                grid = ", ".join(f"{value:g}" for value in sorted(choice.scores))
+                yield (
+                    f"{choice.of}: the best of {grid} is {choice.value:g}, at the grid's edge; the "
+                    "grid must go on beyond it."
+                )
         if seeds < MIN_SEEDS:
-            wrong.append(f"seeds = {seeds}; a verdict needs {MIN_SEEDS} or more.")
-        claims = {claim.name: claim for claim in report.claims}
-        places = [p[1] for text in judgement.sentences() for p in _PLACE.finditer(text)]
-        wrong += _unknown("claims", judgement.claims, claims)
-        wrong += _unknown("paper", judgement.paper, report.figures)
-        wrong += _unknown("sentences", places, self._figures)
-        tables = [table.name for table in report.tables]
-        for panel in judgement.panels:
-            wrong += _unknown(f"{panel.name}: pictures", panel.pictures, report.pictures)
-            wrong += _unknown(f"{panel.name}: tables", panel.tables, tables)
-        wrong += [f"claims.{name} is missing." for name in claims if name not in judgement.claims]
-        for name, claimed in judgement.claims.items():
-            if name in claims:
-                wrong += self._claim_faults(claims[name], claimed)
-        return wrong
+            yield f"seeds = {seeds}; a verdict needs {MIN_SEEDS} or more."
+        for what, named, known in self._names(report):
+            yield from (
+                f"{what}: there is no {name!r} in the report."
+                for name in named
+                if name not in known
+            )
+        for claim in report.claims:
+            yield from self._claim_faults(claim)
 
-    def _claim_faults(self, claim: ExperimentClaim, claimed: Claimed) -> list[str]:
-        wrong = []
+    def _names(self, report: Report) -> Iterator[tuple[str, Collection[str], Collection[str]]]:
+        """Names in the judgement, by where they are, and those that the report has."""
+        judgement = self.judgement
+        yield "claims", judgement.claims, [claim.name for claim in report.claims]
+        yield "paper", judgement.paper, report.figures
+        places = [place[1] for text in judgement.sentences() for place in _PLACE.finditer(text)]
+        yield "sentences", places, self._figures
+        for panel in judgement.panels:
+            yield f"{panel.name}: pictures", panel.pictures, report.pictures
+            yield f"{panel.name}: tables", panel.tables, [table.name for table in report.tables]
+
+    def _claim_faults(self, claim: ExperimentClaim) -> Iterator[str]:
+        if (claimed := self.judgement.claims.get(claim.name)) is None:
+            yield f"claims.{claim.name} is missing."
+            return
         if (verdict := claimed.word(claim.reproduced)) != claimed.verdict:
-            wrong.append(
+            yield (
                 f"claims.{claim.name} is judged '{claimed.verdict}' and came out "
                 f"'{verdict}': {claim.measured}."
             )
         if (claim.reproduced is True or claim.turns) == bool(claimed.cause):
-            wrong.append(
+            yield (
                 f"claims.{claim.name}.cause is {claimed.cause!r}; it says what a claim that is not "
                 "reproduced, or not decided, is put down to, and only there; where readings differ "
                 "that is the cause."
             )
         if claim.panel not in [panel.name for panel in self.judgement.panels]:
-            wrong.append(f"claims.{claim.name} is about {claim.panel!r}, which is no panel.")
-        return wrong
+            yield f"claims.{claim.name} is about {claim.panel!r}, which is no panel."
 
     def claimed(self, claim: ExperimentClaim) -> Claimed:
         """What the judgement says of a claim; one that it does not name is ours."""
@@ -286,107 +292,60 @@ class Judged:
 
     @cached_property
     def page(self) -> str:
-        """README.md of the experiment; without results it states that there are none."""
-        judgement, stored, name = self.judgement, self.stored, self.name
-        count = len(stored.members)
-        checked = "judges the stored results again" if count else "says what it would take"
-        blocks = [
-            f"# {judgement.title}",
-            f"    fedsim experiment {name} --data DIRECTORY\n"
-            f"    fedsim experiment {name} --check             # {checked}",
-            f"{PAPERS[judgement.paper_of]}.",
-            self._filled(judgement.about.strip()),
+        """README.md of the experiment, from ``page.md.j2``; it says so if there are no results."""
+        figures = self.report.figures if self.report else {}
+        text = _template().render(
+            judged=self,
+            judgement=self.judgement,
+            stored=self.stored,
+            report=self.report,
+            tables={table.name: table for table in self.report.tables} if self.report else {},
+            paper=PAPERS[self.judgement.paper_of],
+            not_measured=NOT_MEASURED,
+            flat=f"{FLAT:g}",
+            printed=[
+                [name, says, figures.get(name)] for name, says in self.judgement.paper.items()
+            ],
+            markdown_table=markdown_table,
+        )
+        return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+    @property
+    def machines(self) -> str:
+        """Where the stored members were run, and for how long."""
+        stored, count = self.stored, len(self.stored.members)
+        cores = f"{_duration(stored.seconds)} on one core of a busy machine"
+        mixed = f"{stored.on_gpu:,} of them on a GPU, {cores} for the rest"
+        return {0: cores, count: "on a GPU"}.get(stored.on_gpu, mixed)
+
+    def readings(self, claim: ExperimentClaim) -> dict[str, list[str]]:
+        """What came out with each reading, by verdict, where the verdict turns with it."""
+        by_verdict: dict[str, list[str]] = {}
+        for reading, (reproduced, measured) in claim.readings.items() if claim.turns else ():
+            word = self.claimed(claim).word(reproduced)
+            by_verdict.setdefault(word, []).append(f"{reading}: *{measured}*")
+        return by_verdict
+
+    @property
+    def flat_ends(self) -> list[str]:
+        """Ends of grids beyond which a value may be as good as the best, in words."""
+        return [
+            f"{choice.of} (best {choice.value:g}, end {end:g})"
+            for choice in (self.report.choices if self.report else ())
+            for end in choice.flat_ends
         ]
-        if count:
-            cores = f"{_duration(stored.seconds)} on one core of a busy machine"
-            mixed = f"{stored.on_gpu:,} of them on a GPU, {cores} for the rest"
-            machines = {0: cores, count: "on a GPU"}.get(stored.on_gpu, mixed)
-            private = sum("ledger" in member.result for member in stored.members.values())
-            ledgers = f" {TEXTS['private'].format(count=private)}" if private else ""
-            blocks.append(
-                f"{count:,} runs, {machines}. Everything below is written from `results.json` "
-                f"({stored.fingerprint}) and `judgement.toml`. {TEXTS['rule']}{ledgers}"
-            )
-            paper, ours = self.counts()
-            blocks.append(f"Claims of the paper: {paper or 'none'}. Ours: {ours or 'none'}.")
-        return "\n\n".join([*blocks, *self._sections()]) + "\n"
 
     @property
     def name(self) -> str:
         """Name of the experiment."""
         return self.experiment.directory.name
 
-    def _sections(self) -> list[str]:
-        """Markdown of every panel, the remarks, and the paper's numbers, each under a heading."""
-        judgement, report = self.judgement, self.report
-        if report is None:
-            settings = [f"- **{p.name}.** {self._setting(p, ' ')}" for p in judgement.panels]
-            blocks = [f"**{NOT_MEASURED}** {self.unrun}", "\n".join(settings)]
-            if judgement.earlier:
-                table = markdown_table(["figure", "then"], list(judgement.earlier.items()), 3)
-                blocks += ["## Figures of an earlier run", TEXTS["earlier"], table]
-            return blocks
-        blocks = []
-        for panel in judgement.panels:
-            blocks += [f"## {panel.name}", *self._panel(panel, report)]
-        remarks = [f"- {self._filled(remark)}" for remark in judgement.remarks]
-        ends = [
-            f"{choice.of} (best {choice.value:g}, end {end:g})"
-            for choice in report.choices
-            for end in choice.flat_ends
-        ]
-        if ends:
-            remarks.append("- " + TEXTS["flat"].format(flat=f"{FLAT:g}", ends="; ".join(ends)))
-        if remarks:
-            blocks += ["## Remarks", "\n".join(remarks)]
-        if self.missing:
-            blocks += ["## What was not run", self.unrun]
-        if judgement.paper:
-            here = report.figures
-            rows = [[name, says, here.get(name)] for name, says in judgement.paper.items()]
-            table = markdown_table(["figure", "paper", "here"], rows, 3)
-            blocks += ["## Figures that the paper prints", table]
-        return blocks
-
-    def _panel(self, panel: Panel, report: Report) -> Iterator[str]:
-        """Markdown of one figure or table: both settings, verdicts, tables and pictures."""
-        yield self._setting(panel, "\n\n")
-        lines = [self._line(claim) for claim in report.claims if claim.panel == panel.name]
-        if lines:
-            yield "\n".join(lines)
-        tables = {table.name: table for table in report.tables}
-        for table in (tables[name] for name in panel.tables if name in tables):
-            yield ", ".join(table.title.splitlines())
-            yield markdown_table(table.columns, table.rows, table.digits)
-        for name in panel.pictures:  # each links to itself, as columns may be too narrow for it
-            yield f"[![{panel.name}: {name}]({name}.png)]({name}.png)"
-
-    def _line(self, claim: ExperimentClaim) -> str:
-        """A claim's verdict, whose it is, and what was measured, with each reading."""
-        claimed = self.claimed(claim)
-        whose = f"The paper ({claimed.source})" if claimed.source else "Ours"
-        cause = f" ({self.cause(claim)})" if self.cause(claim) else ""
-        why = f" {self._filled(claimed.why)}" if claimed.why else ""
-        verdict = claimed.word(claim.reproduced)
-        head = f"- **{verdict.capitalize()}**{cause}. {whose}: {claim.says}"
-        if not claim.turns:
-            return f"{head}: *{claim.measured}*.{why}"
-        sides: dict[str, list[str]] = {}
-        for reading, (reproduced, measured) in claim.readings.items():
-            side = sides.setdefault(claimed.word(reproduced), [])
-            side.append(f"{reading}: *{measured}*")
-        lines = [f"    - {word.capitalize()} {'; '.join(side)}" for word, side in sides.items()]
-        return "\n".join([f"{head}.{why}", *lines])
-
-    def _setting(self, panel: Panel, between: str) -> str:
-        return f"*In the paper:* {panel.shows}{between}*Here:* {self._filled(panel.setting)}"
-
     @property
     def _figures(self) -> dict[str, float]:
         seeds = {"seeds": self.experiment.settings.seeds}
         return {**seeds, **(self.report.figures if self.report is not None else {})}
 
-    def _filled(self, sentence: str) -> str:
+    def filled(self, sentence: str) -> str:
         """Insert figures into a sentence; places that name no figure are left unchanged."""
         figures = self._figures
         return _PLACE.sub(
@@ -423,7 +382,7 @@ def judge(experiment: Experiment, stored: Stored) -> Judged:
         If its ``judgement.toml`` cannot be read.
     """
     judgement = Judgement.load(experiment.directory)
-    results, members = gathered(experiment, stored.get)
+    results, members = gathered(experiment, stored)
     report = None
     if results and (len(results) == len(members) or experiment.partial):
         report = experiment.report({name: one.result for name, one in results.items()})
@@ -467,8 +426,15 @@ def overview() -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _unknown(what: str, named: Collection[str], known: Collection[str]) -> list[str]:
-    return [f"{what}: there is no {name!r} in the report." for name in named if name not in known]
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.md.j2")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Row], digits: int) -> str:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -27,9 +27,10 @@ from experiments.framework.base import Experiment, ExperimentMember, Result, dig
 from experiments.framework.config_runs import ConfigRuns
 from fedsim import allowed_code, regular_files
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.release_keys import changed_keys
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
-from fedsim.privacy.durable import replace
+from fedsim.privacy.durable import locked, replace
 from fedsim.process import die_with_parent
 from fedsim.synonyms import closest
 
@@ -127,10 +128,7 @@ def _engine_keys(overrides: Iterable[str]) -> dict[str, Scalar]:
                 f"--set {text}; it must be engine.KEY=VALUE, which no result depends on: what an "
                 "experiment is made of stands in its directory."
             )
-    changed, defaults = (
-        RunConfig.from_overrides(texts).to_run_config() for texts in (overrides, ())
-    )
-    return {key: value for key, value in changed.items() if value != defaults.get(key)}
+    return changed_keys(RunConfig.from_overrides(overrides))
 
 
 @dataclass(frozen=True)
@@ -182,6 +180,11 @@ class Stored:
     def on_gpu(self) -> int:
         """Number of runs on a GPU, which have no seconds of a core."""
         return 0 if self.untimed else sum(one.seconds is None for one in self.members.values())
+
+    @property
+    def private(self) -> int:
+        """Number of private runs, whose ledgers were verified."""
+        return sum("ledger" in member.result for member in self.members.values())
 
     @property
     def fingerprint(self) -> str:
@@ -238,51 +241,37 @@ def shortened(value: Any) -> Any:
     return [shortened(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Results of members as they finish, with a file for each."""
-
-    directory: Path
-
-    def get(self, member: ExperimentMember) -> StoredResult | None:
-        """Result of a member; None if there is none for its settings."""
-        try:
-            return StoredResult(**json.loads(regular_files.read_text(self._path(member))))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def put(
-        self,
-        member: ExperimentMember,
-        result: Result,
-        seconds: float | None,
-        gpu: float | None = None,
-    ) -> None:
-        """Store a result and its seconds, of one core or on a GPU, with the date and commit."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        stored = StoredResult(
-            digest(member.settings), shortened(result), seconds, gpu, _today(), _commit()
-        )
-        replace(self._path(member), json.dumps(vars(stored)).encode())
-
-    def _path(self, member: ExperimentMember) -> Path:
-        return self.directory / f"{digest(member.settings)}.json"
+def keep(directory: Path, member: ExperimentMember, result: StoredResult) -> None:
+    """Add a member's result to those in a directory, to which other processes may add theirs."""
+    with locked(directory / _MARKER):
+        stored = Stored.load(directory)
+        Stored({**stored.members, member.name: result}, stored.untimed).save(directory)
 
 
 def gathered(
-    experiment: Experiment, result_of: Callable[[ExperimentMember], StoredResult | None]
+    experiment: Experiment, *stored: Stored
 ) -> tuple[dict[str, StoredResult], list[ExperimentMember]]:
-    """Existing results of an experiment's members, and all members that are known.
+    """Results of an experiment's members, each from the first that has it, and all known members.
 
     Followers are known once the members on which they depend have been run.
     """
     members = experiment.members()
-    results = {m.name: result for m in members if (result := result_of(m)) is not None}
+    results = _found(members, stored)
     if len(results) == len(members) or experiment.partial:
         followers = experiment.followers({name: one.result for name, one in results.items()})
         members = [*members, *followers]
-        results |= {m.name: result for m in followers if (result := result_of(m)) is not None}
+        results |= _found(followers, stored)
     return results, members
+
+
+def _found(
+    members: Sequence[ExperimentMember], stored: Sequence[Stored]
+) -> dict[str, StoredResult]:
+    return {
+        member.name: of_member[0]
+        for member in members
+        if (of_member := [result for one in stored if (result := one.get(member)) is not None])
+    }
 
 
 def run_members(
@@ -300,7 +289,7 @@ def run_members(
     ----------
     experiment : Experiment
     out : path
-        Results of members are kept in ``out/members``.
+        Results of members are kept in ``out/results.json``.
     workers : int
         Number of processes; 0 for one per core.
     only : str
@@ -317,24 +306,23 @@ def run_members(
         If a member is refused, or ``out`` holds files that are not an experiment's.
     """
     _claim(out)
-    finished, stored = Finished(out / "members"), Stored.load(experiment.directory)
-
-    def result_of(member: ExperimentMember) -> StoredResult | None:
-        return finished.get(member) or stored.get(member)
-
-    def missing(member: ExperimentMember) -> bool:
-        return (finished.get if again else result_of)(member) is None
-
-    done, members = gathered(experiment, result_of)
+    finished, stored = Stored.load(out), Stored.load(experiment.directory)
+    done, members = gathered(experiment, finished, stored)
     observer("", len(done), len(members))
-    while work := [m for m in members if fnmatchcase(m.name, only) and missing(m)]:
+    while work := [
+        member
+        for member in members
+        if fnmatchcase(member.name, only)
+        and (finished if again else Stored(done)).get(member) is None
+    ]:
         experiment.prepare(out)
         names = set(done)
-        for member in _work(experiment, work, workers, finished):
+        for member in _work(experiment, work, workers, out):
             names.add(member.name)
             observer(member.name, len(names), len(members))
         # New results may have made followers known: look again.
-        done, members = gathered(experiment, result_of)
+        finished = Stored.load(out)
+        done, members = gathered(experiment, finished, stored)
     return Stored(done, stored.untimed if any(one.seconds is None for one in done.values()) else 0)
 
 
@@ -352,20 +340,20 @@ def _claim(out: Path) -> None:
 
 
 def _work(
-    experiment: Experiment, members: list[ExperimentMember], workers: int, finished: Finished
+    experiment: Experiment, members: list[ExperimentMember], workers: int, out: Path
 ) -> Iterator[ExperimentMember]:
     """Run members, and yield each as it finishes."""
     count = min(workers or os.cpu_count() or 1, len(members))
     if count == 1:
         for member in members:
-            _run(experiment, finished, member)
+            _run(experiment, out, member)
             yield member
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         count, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(),)
     ) as pool:
-        futures = {pool.submit(_run, experiment, finished, member): member for member in members}
+        futures = {pool.submit(_run, experiment, out, member): member for member in members}
         try:
             for future in as_completed(futures):
                 future.result()
@@ -389,8 +377,8 @@ def _start_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C, the parent's to answer
 
 
-def _run(experiment: Experiment, finished: Finished, member: ExperimentMember) -> None:
-    """Run a member, and store its result."""
+def _run(experiment: Experiment, out: Path, member: ExperimentMember) -> None:
+    """Run a member, and keep its result."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
     start, clock = time.process_time(), time.monotonic()
@@ -399,12 +387,12 @@ def _run(experiment: Experiment, finished: Finished, member: ExperimentMember) -
     except FedsimError as error:
         raise FedsimError(f"{member.name}: {error}") from error
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    seconds, on_clock = time.process_time() - start, time.monotonic() - clock
-    finished.put(member, result, None if on_gpu else seconds, on_clock if on_gpu else None)
-
-
-def _today() -> str:
-    return datetime.now(UTC).date().isoformat()
+    times = (
+        {"gpu": time.monotonic() - clock} if on_gpu else {"seconds": time.process_time() - start}
+    )
+    today = datetime.now(UTC).date().isoformat()
+    digested, short = digest(member.settings), shortened(result)
+    keep(out, member, StoredResult(digested, short, **times, date=today, commit=_commit()))
 
 
 @cache

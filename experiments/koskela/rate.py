@@ -15,6 +15,7 @@ from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.koskela.common import Koskela
 from fedsim.config import RunConfig, Scalar
 from fedsim.reports.plots import COLOURS, INK, curve_style, grid
+from fedsim.runs.resolve import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,10 @@ class KoskelaRate(Koskela):
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """The result of the run, with the number of parameters."""
-        return {**super().run(settings), "parameters": self.resolve(settings).trainer.layout.d}
+        return {
+            **super().run(settings),
+            "parameters": resolve(self.config_of(settings)).trainer.layout.d,
+        }
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Rates at the iteration ``settled`` and at the end, against the formula's."""

@@ -38,19 +38,23 @@ def release_digest(config: RunConfig) -> str:
     ):
         if target is not None:
             raise FedsimError(f"{key} is {target!r}; a release digest is of a resolved config.")
-    left_out, defaults = set(keys_outside_release()), {}
-    for key, setting in _settings(config):
-        if OUTSIDE_DIGEST in setting.metadata:
-            left_out.add(key)
-        elif setting.default is not REQUIRED:
-            defaults[key] = setting.write(setting.default)
+    left_out = {*keys_outside_release()} | {
+        key for key, setting in _settings(config) if OUTSIDE_DIGEST in setting.metadata
+    }
     return digest_of(
-        {
-            key: value
-            for key, value in config.to_run_config().items()
-            if key not in left_out and (key not in defaults or value != defaults[key])
-        }
+        {key: value for key, value in changed_keys(config).items() if key not in left_out}
     )
+
+
+def changed_keys(config: RunConfig) -> dict[str, Scalar]:
+    """Keys that are not at their defaults, with their values."""
+    defaults = {
+        key: setting.write(setting.default)
+        for key, setting in _settings(config)
+        if setting.default is not REQUIRED
+    }
+    flat = config.to_run_config().items()
+    return {key: value for key, value in flat if key not in defaults or value != defaults[key]}
 
 
 def keys_outside_release() -> frozenset[str]:

@@ -11,7 +11,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,13 +38,15 @@ from experiments.framework.base import (
 from experiments.framework.config_runs import ConfigRuns
 from experiments.framework.judge import Judgement, faults_of_page, judge
 from experiments.framework.run import (
-    Finished,
     Stored,
     StoredResult,
+    _claim,
     directories,
     find,
+    keep,
     load,
     run_members,
+    shortened,
 )
 from fedsim.cli import main
 from fedsim.config import RunConfig
@@ -147,7 +149,7 @@ def test_experiment_leaves_a_page_and_pictures(name: str, tmp_path: Path, data: 
     assert pictures == set(judged.report.pictures)
     # A second time nothing is run again, and the same comes out.
     again = load(directory, data=data)
-    finished = Finished(out / "members")
+    finished = Stored.load(out)
     assert all(finished.get(member) is not None for member in again.members())
     assert run_experiment(directory, out, data=data).page == judged.page
 
@@ -398,10 +400,10 @@ def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path
 @pytest.mark.slow
 def test_killed_process_is_a_sentence_and_what_has_finished_is_kept(tmp_path: Path) -> None:
     members = [ExperimentMember(name, {"name": name}) for name in ("short", "killed", "long")]
+    _claim(tmp_path / "out")
     with pytest.raises(FedsimError, match="was killed, perhaps for want of memory"):
-        list(running._work(Waiting(), members, 2, Finished(tmp_path)))
-    kept = [member.name for member in members if Finished(tmp_path).get(member)]
-    assert kept == ["short"]
+        list(running._work(Waiting(), members, 2, tmp_path / "out"))
+    assert [*Stored.load(tmp_path / "out").members] == ["short"]
 
 
 class Waiting:
@@ -421,7 +423,7 @@ import sys, time
 from pathlib import Path
 
 from experiments.framework.base import ExperimentMember
-from experiments.framework.run import Finished, _work
+from experiments.framework.run import _claim, _work
 from fedsim.cli.boundary import guarded
 
 
@@ -436,7 +438,8 @@ class Waiting:
 
 def command():
     members = [ExperimentMember(name, {"name": name}) for name in sys.argv[2:]]
-    for member in _work(Waiting(), members, int(sys.argv[1]), Finished(Path("members"))):
+    _claim(Path("out"))
+    for member in _work(Waiting(), members, int(sys.argv[1]), Path("out")):
         print(member.name, flush=True)
     return 0
 
@@ -480,22 +483,35 @@ def test_an_experiment_that_is_asked_to_end_ends_with_all_its_processes(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == (130 if asked == "SIGINT to all" else 143)
-    begun = {path.name for path in tmp_path.iterdir()} - {"program.py", "short", "members"}
+    begun = {path.name for path in tmp_path.iterdir()} - {"program.py", "short", "out"}
     assert begun == {"one", "two"}
     assert "Traceback" not in errors
 
 
-def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) -> None:
-    finished, member = Finished(tmp_path), ExperimentMember("a b/c", {"x": [1, 2.5]})
-    assert finished.get(member) is None
-    finished.put(member, {"value": 1 / 3}, 0.1)
-    found = finished.get(member)
+def test_result_of_other_settings_counts_as_none_and_a_torn_file_is_refused(
+    counting: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    judged = run_experiment(counting, out, only="* 1")
+    (member,) = [one for one in judged.members if one.name in judged.stored.members]
+    keep(out, member, StoredResult(digest(member.settings), shortened({"value": 1 / 3}), 0.1))
+    found = Stored.load(out).get(member)
     assert found is not None
     assert (found.result, found.seconds) == ({"value": 0.333333}, 0.1)
-    assert finished.get(ExperimentMember("a b/c", {"x": [1, 2.6]})) is None
-    for torn in ('{"settings": "', "[]", "3"):
-        finished._path(member).write_text(torn)
-        assert finished.get(member) is None
+    assert Stored.load(out).get(ExperimentMember(member.name, {"x": [1, 2.6]})) is None
+    for torn in ('{"members": "', "[]", "3"):
+        (out / "results.json").write_text(torn)
+        with pytest.raises(FedsimError, match="cannot be read"):
+            run_experiment(counting, out)
+
+
+def test_processes_that_share_a_directory_keep_each_others_results(tmp_path: Path) -> None:
+    _claim(tmp_path)
+    members = [ExperimentMember(f"member {k}", {"k": k}) for k in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        for member in members:
+            pool.submit(keep, tmp_path, member, StoredResult(digest(member.settings), {"value": 1}))
+    assert {*Stored.load(tmp_path).members} == {member.name for member in members}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from experiments.framework import config_runs
 from experiments.framework.base import Experiment, Report, Result
 from experiments.framework.judge import Judged
-from experiments.framework.run import load
+from experiments.framework.run import Stored, load
 from experiments.koskela.common import adadp, constant_rate
 from experiments.koskela.moments import moments_epsilon
 from experiments.koskela.rate import settled_rate
@@ -331,4 +331,4 @@ def test_a_run_that_was_asked_to_end_leaves_no_result(
     monkeypatch.setattr(config_runs, "_verified", lambda directory: {})
     with pytest.raises(KeyboardInterrupt):
         run_experiment(COMMITTED / "koskela-federated", tmp_path, data=data, again=True)
-    assert len(list((tmp_path / "members").iterdir())) == 1
+    assert len(Stored.load(tmp_path).members) == 1
