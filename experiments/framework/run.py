@@ -351,9 +351,12 @@ def _work(
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        count, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(),)
+        count, mp_context=spawn, initializer=die_with_parent, initargs=(os.getpid(),)
     ) as pool:
+        # Processes inherit it, from their first instruction on: Ctrl-C is the parent's to answer.
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         futures = {pool.submit(_run, experiment, out, member): member for member in members}
+        signal.signal(signal.SIGINT, on_interrupt)
         try:
             for future in as_completed(futures):
                 future.result()
@@ -370,11 +373,6 @@ def _work(
             for worker in multiprocessing.active_children():
                 worker.kill()
             raise
-
-
-def _start_worker(parent: int) -> None:
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C, the parent's to answer
 
 
 def _run(experiment: Experiment, out: Path, member: ExperimentMember) -> None:
