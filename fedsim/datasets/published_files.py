@@ -22,6 +22,7 @@ from fedsim import optional_packages, regular_files
 from fedsim.array_types import Array, Ints
 from fedsim.datasets.arrays import cause
 from fedsim.errors import FedsimError
+from fedsim.process import refuse_larger_than_memory
 
 SplitArrays = dict[str, Array]
 SPLITS = ("train", "test")
@@ -141,6 +142,8 @@ class Leaf:
             )
             with reading(path, wanted, protected):
                 content = json.loads(regular_files.read_bytes(path))
+                if len({*content["users"]}) < len(content["users"]):
+                    raise ValueError("it lists a user twice")
                 for user in content["users"]:
                     data = content["user_data"][user]
                     owners.append((str(user), self.convert(data["x"], data["y"])))
@@ -188,7 +191,10 @@ class TFF:
         FedsimError
             If h5py is not installed, or the file is none of TFF's.
         """
-        with self.clients(place / f"{self.stem}_{split}.h5", protected) as clients:
+        path = place / f"{self.stem}_{split}.h5"
+        with self.clients(path, protected) as clients:
+            sizes = (data[field].nbytes for data in clients.values() for field in self.fields)
+            refuse_larger_than_memory(sum(sizes), str(path))
             return joined(
                 (client, self.convert(*(data[field][()] for field in self.fields)))
                 for client, data in clients.items()

@@ -103,6 +103,24 @@ def test_a_training_set_beyond_memory_is_refused(
         load("stackoverflow", directory=tmp_path)
 
 
+def test_a_file_that_claims_more_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    files.tff_femnist(tmp_path)
+    with h5py.File(tmp_path / "femnist/fed_emnist_train.h5", "a") as file:
+        file.create_dataset("examples/z/pixels", shape=(10**9, 28, 28), dtype="f4")
+        file.create_dataset("examples/z/label", shape=(10**9,), dtype="i4")
+    with pytest.raises(FedsimError, match=r"fed_emnist_train\.h5 needs 2,9.* GiB; it must fit"):
+        load("femnist", directory=tmp_path)
+
+
+def test_a_user_that_leafs_file_lists_twice_is_refused(tmp_path: Path) -> None:
+    files.leaf_femnist(tmp_path)
+    path = next((tmp_path / "femnist/train").glob("*.json"))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"users": content["users"] * 2}))
+    with pytest.raises(FedsimError, match="it lists a user twice"):
+        load("femnist", directory=tmp_path)
+
+
 def test_tffs_cifar100_has_owners_and_its_test_clients_are_others(tmp_path: Path) -> None:
     files.tff_cifar100(tmp_path)
     data = load("cifar100", directory=tmp_path, normalize=True)
