@@ -59,7 +59,8 @@ class Files:
     'as-is' takes them as they are."""
     columns: str = ""
     """Which columns of a table, or of a data set of Hugging Face, are inputs, targets and others:
-    'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'. Of Hugging Face,
+    'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'. Several targets of a table are
+    'y=days+died'. Of Hugging Face,
     'x=input_ids+attention_mask' are several inputs by name."""
     types: str = ""
     """The types of a table's columns: a range, which is scaled to [0, 1], categories, or numbers
