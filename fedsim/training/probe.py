@@ -36,6 +36,7 @@ from fedsim.training.paths.factored import (
     product_layers,
 )
 from fedsim.training.paths.path_choice import TrainedModel
+from fedsim.training.paths.recurrent import with_products
 from fedsim.training.side_effects import reproducible_arithmetic, seeded
 
 _log = logging.getLogger(__name__)
@@ -63,10 +64,11 @@ def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
             methods.append(ProgramMethod(module, packing, read_loss, program))
         elif layers := product_layers(structure, packing):
             methods.append(HookMethod(module, packing, read_loss, layers))
+        if on_gpu:  # all clients at once, which only what changes nothing can be
+            products = with_products(module) or module
+            methods.append(VmapMethod(products, packing, read_loss, None))
         if is_recurrent(module) and owned_by_layers(structure, packing):
             methods.append(OpacusMethod(module, packing, read_loss))
-        if on_gpu:  # all clients at once, which only what changes nothing can be
-            methods.append(VmapMethod(module, packing, read_loss, None))
     methods.append(VmapMethod(model, packing, loss, state))
     drawing = trained.draws.training or trained.draws.evaluation
     return [*methods, SingleExampleMethod(model, packing, loss, state, drawing)]

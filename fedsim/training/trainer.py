@@ -227,7 +227,7 @@ class Trainer:
         if self.device.type == "cuda" and (captured is None or rounds.draws_one_by_one):
             _log.warning(
                 "clients train one at a time on the GPU, and their steps are not captured: the "
-                "model draws, recurs or keeps state of its own, or client.path asks for it"
+                "model draws or keeps state of its own, or client.path asks for it"
             )
         self.whole_block = 1 if captured is None else self.block_size
         """Number of clients for which a step is computed in any case, however few there are."""

@@ -25,6 +25,7 @@ from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.paths.func import FuncPath
+from fedsim.training.paths.recurrent import with_products
 from fedsim.training.structure.reading import Structure
 from fedsim.training.structure.values import Batched
 
@@ -76,7 +77,7 @@ class DropoutPath(FuncPath):
         for target, layer in layers.items():
             parent, _, child = target.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
-        return cls(model, packing, loss)
+        return cls(with_products(model) or model, packing, loss)
 
     @property
     def _layers(self) -> list[MaskedProduct]:

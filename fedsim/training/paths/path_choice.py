@@ -52,6 +52,7 @@ from fedsim.training.paths.dropout import DropoutPath
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.program import Program, lowered
+from fedsim.training.paths.recurrent import with_products
 from fedsim.training.side_effects import HiddenDraws, hidden_draws, loss_draws, made_up_inputs
 from fedsim.training.structure.reading import Reading, read
 
@@ -210,7 +211,8 @@ def choose(name: str, trained: TrainedModel, device: torch.device) -> Path:
             "it takes a chain of convolutions with ReLU and max-pooling, or none, and linear "
             "layers with ReLU, tanh or sigmoid. Allowed here: 'auto', 'func', 'plain'."
         )
-    func = FuncPath(structure.module, trained.packing, read_loss)
+    module = with_products(structure.module) or structure.module
+    func = FuncPath(module, trained.packing, read_loss)
     small = func.aligned and _row_bytes(trained.packing) <= SMALL_BYTES
     if name == "plain" or (name == "auto" and device.type != "cuda" and not small):
         return plain
@@ -300,7 +302,7 @@ def _vmap_error(path: FuncPath, data: ClientData) -> str | None:
             # A copy: what it caches at its first call cannot be pickled.
             path, x = replace(path), example.inputs(index, dtype)
             path.gradient(theta, x, example.targets(index, dtype), theta.new_zeros(2, 2))
-            path.outputs(theta, x)  # an LSTM fails here, and not in `gradient`
+            path.outputs(theta, x)
     except RuntimeError as error:
         return printable(str(error).partition("\n")[0])
     return None
