@@ -86,8 +86,10 @@ def in_a_process(kind: str, devices: int, rounds: int) -> dict[str, float]:
     """`measured` in a new process."""
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.asynchronous", "--one", kind, str(devices), str(rounds)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     numbers: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
     return numbers
 
@@ -136,10 +138,12 @@ def config_of(place: str, cohort: str, privacy: str, devices: int, rounds: int) 
     cohorts: dict[str, dict[str, Any]] = {
         "fixed": {"name": "fixed", "size": BUFFER},
         "buffered": {
-            "name": "buffered", "concurrency": CONCURRENCY, "buffer": BUFFER,
+            "name": "buffered",
+            "concurrency": CONCURRENCY,
+            "buffer": BUFFER,
             "participations": 1_000_000,
         },
-    }  # fmt: skip
+    }
     tree: dict[str, Any] = {
         "rounds": rounds,
         "data": {"name": place, "classes": 10},

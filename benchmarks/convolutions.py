@@ -127,7 +127,7 @@ def variants(device: str) -> list[Variant]:
     ):
         trainer = Trainer(
             model, algorithm, data, batch_size=BATCH, randomness=Randomness(1), device=device
-        )  # fmt: skip
+        )
         name = type(algorithm).__name__
         all_variants += [
             Variant(f"{name}, plain loop", partial(plain, model, data)),

@@ -75,8 +75,10 @@ def main() -> None:
         command += ["--round", str(given.round)]
         run = subprocess.run(
             [sys.executable, "-m", "benchmarks.correlated", *command],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         seconds, vectors = map(float, run.stdout.split())
         first = first or seconds
         print(f"| {name} | {seconds:.3g} | {seconds / first:.2f} | {vectors:.1f} |", flush=True)

@@ -78,9 +78,11 @@ def theirs(name: str) -> float:
     x, y = examples(shape)
     wrapped = GradSampleModule(model)
     optimizer = DPOptimizer(
-        torch.optim.SGD(wrapped.parameters(), lr=LR), noise_multiplier=NOISE,
-        max_grad_norm=CLIP, expected_batch_size=BATCH,
-    )  # fmt: skip
+        torch.optim.SGD(wrapped.parameters(), lr=LR),
+        noise_multiplier=NOISE,
+        max_grad_norm=CLIP,
+        expected_batch_size=BATCH,
+    )
 
     def work(t: int) -> None:
         draws = np.random.default_rng(t)
@@ -107,8 +109,10 @@ def alone(library: str, name: str) -> tuple[float, float]:
     """(CPU ms per step, peak MiB), measured in a process of its own."""
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.example_privacy", library, name],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     ms, mib = run.stdout.split()[-2:]
     return float(ms), float(mib)
 

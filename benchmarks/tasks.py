@@ -187,9 +187,12 @@ def _run_first(task: str, config: str, folder: Path) -> None:
     out = folder / "runs" / f"{task}-{config}"
     if not out.exists():
         subprocess.run(
-            _command(row, "local", out), cwd=folder, env=_environment(), check=True,
+            _command(row, "local", out),
+            cwd=folder,
+            env=_environment(),
+            check=True,
             capture_output=True,
-        )  # fmt: skip
+        )
 
 
 def _command(row: Row, engine: str, out: Path) -> list[str]:
@@ -211,9 +214,13 @@ def measure(row: Row, engine: str, folder: Path) -> dict[str, object]:
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     ended = subprocess.run(
-        _command(row, engine, out), cwd=folder, env=_environment(), capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        _command(row, engine, out),
+        cwd=folder,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     _wait_for_all()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -68,9 +68,12 @@ def opacus_loop(path: Path, steps: int, max_epsilon: float) -> nn.Module:
     model = nn.Linear(4, 1)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=20)
     model, optimizer, loader = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
-        noise_multiplier=z, max_grad_norm=1.0,
-    )  # fmt: skip
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=z,
+        max_grad_norm=1.0,
+    )
     plan = ReleasePlan(
         level="example",
         sampler=PoissonCohort(rate, population=len(x), adjacency="zero-out"),

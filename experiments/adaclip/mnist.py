@@ -177,7 +177,9 @@ class Mnist(TunedRates):
             tables=[
                 Table("table1", title, ["", *self.columns], rows),
                 Table(
-                    "figure4", "Norm bound, accuracy by momentum", ["momentum", *self.columns],
+                    "figure4",
+                    "Norm bound, accuracy by momentum",
+                    ["momentum", *self.columns],
                     momentum_rows,
                 ),
             ],
@@ -188,7 +190,7 @@ class Mnist(TunedRates):
                 "figure4": self._momentum_picture(momenta),
             },
             choices=self.choices(results),
-        )  # fmt: skip
+        )
 
     def _momentum(
         self, results: Mapping[str, Result], momentum: float, epsilon: float

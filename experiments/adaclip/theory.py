@@ -87,9 +87,12 @@ class Theory(Experiment):
                 return variances(settings["gamma"], settings["noise-multiplier"], settings["draws"])
             case "bound":
                 return descents(
-                    settings["dimension"], settings["noise-multiplier"], settings["rate"],
-                    settings["steps"], settings["seeds"],
-                )  # fmt: skip
+                    settings["dimension"],
+                    settings["noise-multiplier"],
+                    settings["rate"],
+                    settings["steps"],
+                    settings["seeds"],
+                )
             case _:
                 return momentum_noise(settings["momentum"], settings["draws"])
 
@@ -298,9 +301,12 @@ def _picture(dimensions: list[int], bound: list[Result]) -> Figure:
         measured = [one[f"{name} measured"] for one in bound]
         axis.plot(dimensions, measured, **curve_style(colour), label=f"{label}, measured")
         axis.plot(
-            dimensions, [one[f"{name} bound"] for one in bound], "--", color=colour,
+            dimensions,
+            [one[f"{name} bound"] for one in bound],
+            "--",
+            color=colour,
             label=f"{label}, bound",
-        )  # fmt: skip
+        )
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("dimension")

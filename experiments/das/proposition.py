@@ -262,12 +262,16 @@ class Proposition(Experiment):
             },
             "bounds": {
                 f"{e}": bound(
-                    problem, distance=settings["start"], eta=eta, steps=e,
-                    noise=s.noise(rounds[e]), rounds=rounds[e],
+                    problem,
+                    distance=settings["start"],
+                    eta=eta,
+                    steps=e,
+                    noise=s.noise(rounds[e]),
+                    rounds=rounds[e],
                 )
                 for e in s.local_steps
             },
-        }  # fmt: skip
+        }
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Which E is best in every cell, and the theorem's bound beside what is seen."""

@@ -230,9 +230,12 @@ class DasRegimes(ConfigRuns):
                     label=method,
                 )
             panel.axhline(
-                over_seeds(cell.fedavg)[0], color=COLOURS["fedavg"], linestyle="--", linewidth=1,
+                over_seeds(cell.fedavg)[0],
+                color=COLOURS["fedavg"],
+                linestyle="--",
+                linewidth=1,
                 label="FedAvg, not private",
-            )  # fmt: skip
+            )
             panel.set_xscale("log")
             panel.set_xticks(bounds, [f"{bound:g}" for bound in bounds])
             panel.minorticks_off()

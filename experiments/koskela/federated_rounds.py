@@ -35,9 +35,13 @@ def with_adam(scores: FederatedScores, mixed: float, rates: Sequence[float]) -> 
 
 
 def _against(
-    scores: FederatedScores, figure: str, title: str, other: str, mixed: float,
+    scores: FederatedScores,
+    figure: str,
+    title: str,
+    other: str,
+    mixed: float,
     rates: Sequence[float],
-) -> Report:  # fmt: skip
+) -> Report:
     """ADADP against another method at each of its rates."""
     word, digits = {SGD: ("SGD", "{:g}".format), ADAM: ("Adam", _power)}[other]
     adadp = {unit: scores.adadp(mixed, unit=unit) for unit in UNITS}

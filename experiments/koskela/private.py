@@ -209,9 +209,11 @@ class KoskelaPrivate(Koskela):
                         f"4-second-sigma{sigma:g}",
                         "Fig. 4",
                         f"at sigma = {sigma:g}, ADADP is ahead of the second-best Adam",
-                        scores, sigma, others[0],
+                        scores,
+                        sigma,
+                        others[0],
                     )
-                )  # fmt: skip
+                )
         table = Table("figure4", title, ["sigma", "method", "rate", "accuracy (%)"], rows)
         picture = curves(title, panels, xlabel="epoch", first=1)
         return Report([table], figures, claims, {"figure4": picture}, choices)
@@ -313,9 +315,11 @@ class KoskelaPrivate(Koskela):
                         f"5-sigma{sigma:g}",
                         "Fig. 5",
                         f"at sigma = {sigma:g}, SGD at the rate tuned at {first:g} loses to ADADP",
-                        scores, sigma, reused,
+                        scores,
+                        sigma,
+                        reused,
                     )
-                )  # fmt: skip
+                )
         columns = [
             "sigma", "epsilon", "by moments", "ADADP (%)", f"SGD at {once:g} (%)",
             "SGD tuned here (%)", "tuned rate",

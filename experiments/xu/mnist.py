@@ -272,9 +272,12 @@ class XuMnist(Experiment):
             axis.plot(shares, ends, "o", color=colour, label=label, markersize=5, alpha=0.8)
         clipping = self._rates(results, None, 0.0)
         axis.axhline(
-            clipping.scores[clipping.value], color=COLOURS["clipping"], linestyle="--",
-            linewidth=1, label="clipping",
-        )  # fmt: skip
+            clipping.scores[clipping.value],
+            color=COLOURS["clipping"],
+            linestyle="--",
+            linewidth=1,
+            label="clipping",
+        )
         axis.set_xlabel(
             "steps with adaptive noise (%); a point is one G and beta, at its best rate"
         )

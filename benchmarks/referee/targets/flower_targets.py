@@ -19,9 +19,12 @@ def _adaptive(wrapper, *mods):
     def make(f):
         inner = FedAvg(fraction_train=f.rate, fraction_evaluate=0.0)
         return wrapper(
-            inner, f.noise_multiplier, round(f.rate * f.population),
-            initial_clipping_norm=f.clip_norm, clipped_count_stddev=10.0,
-        )  # fmt: skip
+            inner,
+            f.noise_multiplier,
+            round(f.rate * f.population),
+            initial_clipping_norm=f.clip_norm,
+            clipped_count_stddev=10.0,
+        )
 
     return strategy_target(make, lambda f: mods)
 
