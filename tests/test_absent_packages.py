@@ -51,13 +51,16 @@ def test_a_base_installation_trains_reports_and_accounts(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("arguments", "package", "extra"),
-    slow_but(1, [
-        (["partition", "{config}", "--out", "{out}.png"], "matplotlib", "plots"),
-        (["run", "{config}", "--set", "engine.name=ray"], "ray", "ray"),
-        (["run", "{config}", "--set", "engine.name=simulation"], "ray", "ray"),
-        (["run", "{config}", "--set", "data.name=mnist"], "torchvision", "vision"),
-    ]),
-)  # fmt: skip
+    slow_but(
+        1,
+        [
+            (["partition", "{config}", "--out", "{out}.png"], "matplotlib", "plots"),
+            (["run", "{config}", "--set", "engine.name=ray"], "ray", "ray"),
+            (["run", "{config}", "--set", "engine.name=simulation"], "ray", "ray"),
+            (["run", "{config}", "--set", "data.name=mnist"], "torchvision", "vision"),
+        ],
+    ),
+)
 def test_what_is_not_installed_is_named_with_its_extra(
     tmp_path: Path, arguments: list[str], package: str, extra: str
 ) -> None:

@@ -55,9 +55,7 @@ def test_two_releases_of_one_seed_share_noise_and_amplified_samples_never():
         equal = first.generator(**address).bytes(32) == second.generator(**address).bytes(32)
         assert equal == (address["purpose"].keyed_by == "seed")
     secret = {purpose for purpose in Purpose if purpose.keyed_by == "release"}
-    assert secret == {
-        Purpose.NOISE, Purpose.STEP_NOISE, Purpose.SHARE, Purpose.AMPLIFIED_SAMPLE
-    }  # fmt: skip
+    assert secret == {Purpose.NOISE, Purpose.STEP_NOISE, Purpose.SHARE, Purpose.AMPLIFIED_SAMPLE}
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))

@@ -311,10 +311,13 @@ class ByWeight(Plain):
         (Plain, ["model.trainable=first.*"], "names first.weight, which adapter.targets adapts"),
         (Plain, ["adapter.rank=4"], "adapter.rank = 4; it must be at most 3"),
         (Plain, ["adapter.weights=missing"], "has no readable adapter_config.json"),
-        (Plain, ["adapter.factors=alternating"],
-         "adapter.factors = 'alternating'; it must be 'both' or 'frozen-a'"),
+        (
+            Plain,
+            ["adapter.factors=alternating"],
+            "adapter.factors = 'alternating'; it must be 'both' or 'frozen-a'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_silently_elsewhere_is_one_sentence(
     tmp_path: Path, make: type[nn.Module], changes: list[str], sentence: str
 ) -> None:
@@ -338,9 +341,11 @@ def test_keys_of_no_adapter_are_refused() -> None:
 
 def test_clients_may_keep_a_factor_to_themselves() -> None:
     config = config_of(
-        "model.personal=*.lora_B.weight", "client.state=client", "evaluate.every=0",
+        "model.personal=*.lora_B.weight",
+        "client.state=client",
+        "evaluate.every=0",
         "evaluate.clients-every=1",
-    )  # fmt: skip
+    )
     result = fedsim.run(config)
     assert {*tensors(result.arrays)} == {"fc1.lora_A.weight", "fc2.lora_A.weight"}
 
@@ -378,9 +383,12 @@ def test_a_frozen_model_in_bfloat16_trains_as_in_float32_but_for_its_rounding(
 
 
 @pytest.mark.parametrize(
-    "others", [["adapter.name=none", *[f"adapter.{k}=" for k in ("rank", "alpha", "targets")]],
-               ["model.trainable=fc3.*"]],
-)  # fmt: skip
+    "others",
+    [
+        ["adapter.name=none", *[f"adapter.{k}=" for k in ("rank", "alpha", "targets")]],
+        ["model.trainable=fc3.*"],
+    ],
+)
 def test_trained_weights_are_not_kept_in_bfloat16(others: list[str]) -> None:
     with pytest.raises(FedsimError, match=r"model\.dtype = 'bfloat16'; it must be float32 or"):
         config_of(*HALF, *others)

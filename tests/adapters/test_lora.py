@@ -176,7 +176,7 @@ class Subclass(nn.Linear):
         (lambda: nn.Linear(4, 4), LoRA(rank=2), "has none inside it"),
         (lambda: nn.Sequential(nn.Conv2d(1, 1, 1)), LoRA(rank=2), "has none inside it"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_adapted_is_refused_and_left_as_it_was(
     make, adapter: LoRA, sentence: str
 ) -> None:

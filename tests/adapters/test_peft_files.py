@@ -93,7 +93,7 @@ def test_what_is_read_is_what_was_written(folder: Path) -> None:
         (LoRA(rank=2, alpha=6.0), "", "lacks base_model.model.head.lora_A.weight"),
         (LORA, "", "holds base_model.model.head."),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_of_another_rank_or_model_is_refused_and_nothing_is_loaded(
     folder: Path, lora: LoRA, trainable: str, sentence: str
 ) -> None:

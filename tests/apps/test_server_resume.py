@@ -32,9 +32,12 @@ CONFIG = RunConfig.parse(
 def serve(config: RunConfig, run_id: int) -> None:
     grid = LocalGrid(resolve(config).trainer)
     context = Context(
-        run_id=run_id, node_id=1, node_config={}, state=RecordDict(),
+        run_id=run_id,
+        node_id=1,
+        node_config={},
+        state=RecordDict(),
         run_config=dict(config.to_run_config()),
-    )  # fmt: skip
+    )
     server_app.app(grid, context)
 
 

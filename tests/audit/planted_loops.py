@@ -157,9 +157,12 @@ class Steps:
 def opacus(bug: str) -> Target:
     def make(model: Any, optimizer: Any, loader: Any, f: SyntheticFederation) -> Any:
         private = PrivacyEngine(accountant="rdp").make_private(
-            module=model, optimizer=optimizer, data_loader=loader,
-            noise_multiplier=f.noise_multiplier, max_grad_norm=f.clip_norm,
-        )  # fmt: skip
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=f.noise_multiplier,
+            max_grad_norm=f.clip_norm,
+        )
         optimizer, steps = private[1], Steps(private[1], f)
         if bug == "the batch's gradient is clipped":
             optimizer.clip_and_accumulate = steps.clip_the_batch

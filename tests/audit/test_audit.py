@@ -41,15 +41,18 @@ POISSON = PoissonCohort(0.5, 20)
 
 @pytest.mark.parametrize(
     ("bug", "world", "rounds", "runs"),
-    slow_but(2, [
-        (LessNoise(1.0), ALONE, 1, 100),
-        (WeightedByExamples(1.0), ALONE, 1, 100),
-        (CountedTwice(1.0), ALONE, 1, 400),
-        (RealisedCount(1.0), OPPOSED, 1, 400),
-        (RAW, RARE, 2, 100),
-    ]),
+    slow_but(
+        2,
+        [
+            (LessNoise(1.0), ALONE, 1, 100),
+            (WeightedByExamples(1.0), ALONE, 1, 100),
+            (CountedTwice(1.0), ALONE, 1, 400),
+            (RealisedCount(1.0), OPPOSED, 1, 400),
+            (RAW, RARE, 2, 100),
+        ],
+    ),
     ids=["noise / 5", "example counts", "counted twice", "counted denominator", "raw statistics"],
-)  # fmt: skip
+)
 def test_a_planted_bug_is_caught(bug: Mechanism, world: World, rounds: int, runs: int) -> None:
     verdict = audit(
         strategies(bug), rounds=rounds, runs=runs, worlds=(world,), canaries=0, checks=False
@@ -84,21 +87,24 @@ def test_every_world_is_tried() -> None:
 
 @pytest.mark.parametrize(
     "mechanism",
-    slow_but(2, [
-        QuantileClipping(target_quantile=0.5, bit_noise=0.2),
-        AdaClip(1.0),
-        PrivateScalar(Clipping(1.0), name="loss", high=4.0, fraction=0.3),
-        Clipping(0.1),
-        NormBound(28.0),
-        Normalization(1.0),
-        Normalization(1.0, smoothing=0.01),
-        AdaClip(h2=1.0, literal=True),
-        AdaptiveNoise(clip_norm=1.0, threshold=0.0, beta=3.0),
-        CoordinateClipping(0.5),
-        PerLayer(Clipping(1.0)),
-    ]),
+    slow_but(
+        2,
+        [
+            QuantileClipping(target_quantile=0.5, bit_noise=0.2),
+            AdaClip(1.0),
+            PrivateScalar(Clipping(1.0), name="loss", high=4.0, fraction=0.3),
+            Clipping(0.1),
+            NormBound(28.0),
+            Normalization(1.0),
+            Normalization(1.0, smoothing=0.01),
+            AdaClip(h2=1.0, literal=True),
+            AdaptiveNoise(clip_norm=1.0, threshold=0.0, beta=3.0),
+            CoordinateClipping(0.5),
+            PerLayer(Clipping(1.0)),
+        ],
+    ),
     ids=lambda mechanism: str(mechanism)[:30],
-)  # fmt: skip
+)
 def test_every_mechanism_is_accepted(mechanism: Mechanism) -> None:
     verdict = audit(strategies(mechanism), rounds=2, runs=30, canaries=0, checks=False)
     assert verdict.accepted

@@ -136,7 +136,7 @@ def counted_twice() -> Iterator[None]:
         (twice_the_rate, "sizes"),
         (counted_twice, "what each example adds"),
     ],
-)  # fmt: skip
+)
 def test_a_bug_in_local_training_is_caught(bug, seen_by: str) -> None:
     with bug():
         assert seen_by in refuted(Clipping(1.0))

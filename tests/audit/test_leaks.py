@@ -120,13 +120,16 @@ def test_honest_bounds_pass_with_several_clients_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "detected_by"),
-    slow_but(1, [
-        ("of two to five long rows one is not bounded", "what several clients add"),
-        ("rows of 1.5 to 2 C are not bounded", "what several clients add"),
-        ("rows in float32 are not bounded", "what several clients add"),
-        ("a denominator that shrinks when three clients fail", "several fail at once"),
-    ]),
-)  # fmt: skip
+    slow_but(
+        1,
+        [
+            ("of two to five long rows one is not bounded", "what several clients add"),
+            ("rows of 1.5 to 2 C are not bounded", "what several clients add"),
+            ("rows in float32 are not bounded", "what several clients add"),
+            ("a denominator that shrinks when three clients fail", "several fail at once"),
+        ],
+    ),
+)
 def test_bounds_that_fail_for_some_lengths_or_numbers_are_detected(
     name: str, detected_by: str
 ) -> None:
@@ -174,29 +177,35 @@ def leaving(mechanism: Mechanism) -> set[str]:
 
 @pytest.mark.parametrize(
     "mechanism",
-    slow_but(1, [
-        QuantileClipping(bit_noise=0.5),
-        Clipping(1.0),
-        AdaClip(),
-        PrivateScalar(Clipping(1.0), name="loss", high=4.0, fraction=0.3),
-    ]),
+    slow_but(
+        1,
+        [
+            QuantileClipping(bit_noise=0.5),
+            Clipping(1.0),
+            AdaClip(),
+            PrivateScalar(Clipping(1.0), name="loss", high=4.0, fraction=0.3),
+        ],
+    ),
     ids=["quantile", "clipping", "adaclip", "scalar"],
-)  # fmt: skip
+)
 def test_what_follows_from_releases_may_leave_a_round(mechanism: Mechanism) -> None:
     assert not leaving(mechanism)
 
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(1, [
-        "a metric of training is the exact sum's norm",
-        "the update's norm is the exact sum's",
-        "the count of clipped rows is shown",
-        "the exact sum stays in the mechanism's state",
-        "the noise stays in the optimiser's state",
-        "clients are sent the exact sum's norm",
-    ]),
-)  # fmt: skip
+    slow_but(
+        1,
+        [
+            "a metric of training is the exact sum's norm",
+            "the update's norm is the exact sum's",
+            "the count of clipped rows is shown",
+            "the exact sum stays in the mechanism's state",
+            "the noise stays in the optimiser's state",
+            "clients are sent the exact sum's norm",
+        ],
+    ),
+)
 def test_what_else_leaves_a_round_is_detected(name: str) -> None:
     with BUGS[name]():
         assert "what else leaves a round" in leaving(Normalization(1.0))
@@ -204,12 +213,15 @@ def test_what_else_leaves_a_round_is_detected(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "detected_by"),
-    slow_but(1, [
-        ("noise from 256 seeds of the system", {"noise with system entropy"}),
-        ("cohorts from 256 seeds of the system", {"cohorts with system entropy"}),
-        (None, set()),
-    ]),
-)  # fmt: skip
+    slow_but(
+        1,
+        [
+            ("noise from 256 seeds of the system", {"noise with system entropy"}),
+            ("cohorts from 256 seeds of the system", {"cohorts with system entropy"}),
+            (None, set()),
+        ],
+    ),
+)
 @pytest.mark.usefixtures("few_system_rounds")
 def test_few_seeds_of_the_system_are_detected(name: str | None, detected_by: set[str]) -> None:
     factory = strategies(Normalization(1.0), PoissonCohort(0.2, 200), z=2.0)

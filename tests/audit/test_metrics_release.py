@@ -30,11 +30,14 @@ CONFIG = RunConfig.parse(
         "mechanism": {"name": "clipping"},
         "noise": {"multiplier": 1.0},
         "evaluate": {
-            "clients-every": 1, "private": True, "multiplier": 2.0, "ranges": "loss(0,5)",
+            "clients-every": 1,
+            "private": True,
+            "multiplier": 2.0,
+            "ranges": "loss(0,5)",
             "quantiles": True,
         },
     }
-)  # fmt: skip
+)
 RISK = 1e-4  # of each of some twenty checks
 
 

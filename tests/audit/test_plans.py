@@ -47,19 +47,22 @@ def checked(noise: Noise, cohort: Cohort = GROUPS) -> Verdict:
 
 @pytest.mark.parametrize(
     ("noise", "cohort"),
-    slow_but(1, [
-        (Banded(2.0, bands=3), AllocationCohort(2, ROUNDS, 120)),
-        (Banded(2.0), GROUPS),
-        (Banded(2.0), CyclicCohort(3, 1.0, population=120)),
-        (Banded(2.0, bands=6), APART),
-        (BLT(2.0), GROUPS),
-        (LambdaCGD(2.0), GROUPS),
-        (Tree(2.0), APART),
-        (LambdaCGD(2.0, coefficients="0.4"), FullCohort(40)),
-        (Independent(2.0), AllocationCohort(3, ROUNDS, 120)),
-    ]),
+    slow_but(
+        1,
+        [
+            (Banded(2.0, bands=3), AllocationCohort(2, ROUNDS, 120)),
+            (Banded(2.0), GROUPS),
+            (Banded(2.0), CyclicCohort(3, 1.0, population=120)),
+            (Banded(2.0, bands=6), APART),
+            (BLT(2.0), GROUPS),
+            (LambdaCGD(2.0), GROUPS),
+            (Tree(2.0), APART),
+            (LambdaCGD(2.0, coefficients="0.4"), FullCohort(40)),
+            (Independent(2.0), AllocationCohort(3, ROUNDS, 120)),
+        ],
+    ),
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_honest_plans_are_accepted(noise: Noise, cohort: Cohort) -> None:
     verdict = checked(noise, cohort)
     assert not verdict.refuting, str(verdict)

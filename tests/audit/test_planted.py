@@ -41,15 +41,18 @@ def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "seen_by"),
-    slow_but(1, [
-        ("no noise from round 21 on", "noise: presence"),
-        ("clip after averaging", "bound: what one client moves"),
-        ("noise used again in every second round", "noise: exact repeats"),
-        ("a cohort's draw used again", "sampler: overlap of rounds"),
-        ("every tenth line missing", "ledger: a line for every release"),
-        ("no release when a client fails", "plan: releases"),
-    ]),
-)  # fmt: skip
+    slow_but(
+        1,
+        [
+            ("no noise from round 21 on", "noise: presence"),
+            ("clip after averaging", "bound: what one client moves"),
+            ("noise used again in every second round", "noise: exact repeats"),
+            ("a cohort's draw used again", "sampler: overlap of rounds"),
+            ("every tenth line missing", "ledger: a line for every release"),
+            ("no release when a client fails", "plan: releases"),
+        ],
+    ),
+)
 @pytest.mark.usefixtures("few_system_rounds")
 def test_a_planted_bug_is_caught_and_named(name: str, seen_by: str) -> None:
     with BUGS[name]():

@@ -176,9 +176,11 @@ def test_draws_are_held_against_probabilities_that_differ() -> None:
     together = [np.union1d(np.setdiff1d(ids, [5]), [5] if 3 in ids else []) for ids in honest[0]]
     together += [np.union1d(np.setdiff1d(ids, [5]), [5] if 3 in ids else []) for ids in honest[1]]
     assert "pairs sampled together" in by_probabilities(
-        [[ids.astype(np.int64) for ids in together[:ROUNDS]],
-         [ids.astype(np.int64) for ids in together[ROUNDS:]]]
-    )  # fmt: skip
+        [
+            [ids.astype(np.int64) for ids in together[:ROUNDS]],
+            [ids.astype(np.int64) for ids in together[ROUNDS:]],
+        ]
+    )
 
 
 @dataclass(frozen=True)

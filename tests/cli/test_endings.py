@@ -161,12 +161,15 @@ def test_json_says_that_the_run_was_terminated_before_it_began(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("redirection", "status", "sentence"),
-    slow_but(1, [
-        ("| head -n 1", 1, "fedsim: the output was closed by its reader.\n"),
-        ("> /dev/full", 1, "fedsim: the output: No space left on device.\n"),
-        (">&-", 0, ""),
-    ]),
-)  # fmt: skip
+    slow_but(
+        1,
+        [
+            ("| head -n 1", 1, "fedsim: the output was closed by its reader.\n"),
+            ("> /dev/full", 1, "fedsim: the output: No space left on device.\n"),
+            (">&-", 0, ""),
+        ],
+    ),
+)
 def test_a_run_goes_on_whatever_becomes_of_its_output(
     redirection: str, status: int, sentence: str, tmp_path: Path
 ) -> None:

@@ -155,9 +155,11 @@ def test_a_schedule_multiplies_the_rate_by_round_and_by_step():
     cosine = Schedule("cosine", length=4)
     assert [cosine(Step(t, 0)) for t in (1, 3, 5, 9)] == pytest.approx([1, 0.5, 0, 0])
     theta, _ = quadratic(
-        SGD(lr=1.0, schedule=Schedule("exponential", decay=0.5, over="step")), 2,
-        torch.ones(1, dtype=torch.float64), 0.1 * torch.eye(1).double(),
-    )  # fmt: skip
+        SGD(lr=1.0, schedule=Schedule("exponential", decay=0.5, over="step")),
+        2,
+        torch.ones(1, dtype=torch.float64),
+        0.1 * torch.eye(1).double(),
+    )
     assert theta.item() == pytest.approx(0.9 * 0.95)
 
 

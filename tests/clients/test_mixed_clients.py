@@ -132,10 +132,13 @@ def shipped() -> list[LocalAlgorithm]:
     ]
     private = Scaffold(0.1).for_run(RunFacts(mechanism=Clipping(1.0), steps=3))
     others = [
-        private, SGD(0.1, momentum=0.9, weight_decay=0.1), SGD(1e30),
-        Scaffold(0.1, control="gradient"), AdadpLR(10.0, keep="full", discard=True),
+        private,
+        SGD(0.1, momentum=0.9, weight_decay=0.1),
+        SGD(1e30),
+        Scaffold(0.1, control="gradient"),
+        AdadpLR(10.0, keep="full", discard=True),
         AdadpLR(0.1, adapt_rounds=1),
-    ]  # fmt: skip
+    ]
     return [*found, *others, *(Proximal(one, 0.5) for one in (*found, *others))]
 
 

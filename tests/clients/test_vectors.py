@@ -183,8 +183,11 @@ def quadratic_trainer(algorithm, **settings) -> Trainer:
     with torch.no_grad():
         model.weight.fill_(1.0)
     x = torch.tensor([[1.0], [2.0**0.5]], dtype=torch.float64)
-    data = ClientData(x, torch.tensor([[0.0], [3.0 * 2**0.5]], dtype=torch.float64),
-                      [np.array([0]), np.array([1])])  # fmt: skip
+    data = ClientData(
+        x,
+        torch.tensor([[0.0], [3.0 * 2**0.5]], dtype=torch.float64),
+        [np.array([0]), np.array([1])],
+    )
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().sum(1) / 2

@@ -53,13 +53,16 @@ def test_a_text_gives_sequences_of_its_own_whose_targets_are_the_next_tokens(
     data = load(table, tokenizer=tokenizer, protected=protected, **SETTINGS)
     x, y, mask = (tensor.numpy() for tensor in (data.train.x, data.train.y, data.train.mask))
     pad = "<pad>"
-    np.testing.assert_array_equal(x, [
-        coded("the", "cat", "sat", "on"),
-        coded("the", "mat", "<end>", pad),  # begins where the first one's targets end
-        coded("the", "mat", "<end>", pad),
-        coded("cat", "sat", "<end>", pad),
-        coded("<unk>", "<unk>", "sat", "<end>"),
-    ])  # fmt: skip
+    np.testing.assert_array_equal(
+        x,
+        [
+            coded("the", "cat", "sat", "on"),
+            coded("the", "mat", "<end>", pad),  # begins where the first one's targets end
+            coded("the", "mat", "<end>", pad),
+            coded("cat", "sat", "<end>", pad),
+            coded("<unk>", "<unk>", "sat", "<end>"),
+        ],
+    )
     np.testing.assert_array_equal(y[0], coded("cat", "sat", "on", "the"))
     np.testing.assert_array_equal(y[1], coded("mat", "<end>", pad, pad))
     np.testing.assert_array_equal(mask.sum(1), [4, 2, 2, 2, 3])

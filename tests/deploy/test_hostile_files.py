@@ -69,9 +69,10 @@ def test_a_policy_that_is_none_lets_nothing_in(text: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "line", ["x = 1", "A" * 64 + " = 1", "z" * 64 + " = 1"]
+    "line",
+    ["x = 1", "A" * 64 + " = 1", "z" * 64 + " = 1"]
     + ["a" * 64 + f" = {value}" for value in ("-1", "1.0", "true", 2**70, "[1]", '"1"')],
-)  # fmt: skip
+)
 def test_a_roster_with_a_line_that_says_nothing(line: str, tmp_path: Path) -> None:
     (tmp_path / "clients.toml").write_text(f"[clients]\n{line}\n")
     with pytest.raises(FedsimError, match="64 hex digits in small letters"):

@@ -281,10 +281,11 @@ NORMS = {
     "whitened": ({"name": "adaclip", "clip-norm": 0.1}, math.inf),
     "of raw rows": ({"name": "adaptive-noise", "clip-norm": 0.1}, math.inf),
     "beside a number": (
-        {"name": "clipping", "clip-norm": 1.0, "private-scalar": "loss"}, 1.0,
+        {"name": "clipping", "clip-norm": 1.0, "private-scalar": "loss"},
+        1.0,
     ),
     "none": ({"name": "none"}, math.inf),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("mechanism", "norm"), NORMS.values(), ids=NORMS.keys())
@@ -658,11 +659,17 @@ def trains(tmp_path, monkeypatch, policy: str, run: RunConfig, round: int = 1) -
              classes=2)  # fmt: skip
     monkeypatch.setenv(NODE, str(node(tmp_path, f'data = "own.npz"\n{policy}')))
     ensure_identity(1)
-    built = module.resolve_node(run.replace(**{"client.state-dir": str(tmp_path / "elsewhere")}), 0,
-                             str(tmp_path / "own.npz"))  # fmt: skip
-    content = RecordDict({
-        "config": ConfigRecord({"server-round": round}), "arrays": built.initial_arrays,
-    })  # fmt: skip
+    built = module.resolve_node(
+        run.replace(**{"client.state-dir": str(tmp_path / "elsewhere")}),
+        0,
+        str(tmp_path / "own.npz"),
+    )
+    content = RecordDict(
+        {
+            "config": ConfigRecord({"server-round": round}),
+            "arrays": built.initial_arrays,
+        }
+    )
     return client_app.train(Message(content, 7, "train"), context_of(run))
 
 
@@ -680,15 +687,18 @@ LAX = {"multiplier": 1.0, "max-epsilon": 1e6, "delta": 0.5}
 
 @pytest.mark.parametrize(
     "lax",
-    slow_but(1, [
-        {"noise": LAX},
-        {"noise": {**LAX, "max-epsilon": ""}},
-        {"noise": LAX, "epochs": 100},  # one message costs 25
-        {"noise": {**LAX, "multiplier": 1e-3}},
-        {"noise": LAX, "state-dir": "somewhere/else"},
-    ]),
+    slow_but(
+        1,
+        [
+            {"noise": LAX},
+            {"noise": {**LAX, "max-epsilon": ""}},
+            {"noise": LAX, "epochs": 100},  # one message costs 25
+            {"noise": {**LAX, "multiplier": 1e-3}},
+            {"noise": LAX, "state-dir": "somewhere/else"},
+        ],
+    ),
     ids=str,
-)  # fmt: skip
+)
 def test_nothing_that_a_server_sends_loosens_a_nodes_own_budget(tmp_path, monkeypatch, lax):
     """The epsilon of the node's own ledger at the node's own delta, whatever is asked for."""
     honest = {"mechanism": {"name": "clipping"}, "batch-size": 4, "noise": {"multiplier": 1.0}}

@@ -61,8 +61,9 @@ def test_the_proxy_of_nodes_listens_where_they_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr("fedsim.deploy.services.speaks_grpc", lambda: False)
     services = SuperLink.load(made.superlink).services(tmp_path / "state", host="192.0.2.7")
     assert [(s.host, s.port) for s in services if s.port] == [
-        ("127.0.0.1", 8000), ("192.0.2.7", 9092)
-    ]  # fmt: skip
+        ("127.0.0.1", 8000),
+        ("192.0.2.7", 9092),
+    ]
 
 
 def test_a_mistake_in_a_policy_or_a_roster_is_told_at_the_start(tmp_path):

@@ -18,9 +18,7 @@ from slow_cases import slow_but
 from fedsim.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TASKS = (
-    "regression", "drift", "labels", "personal", "pfl", "ratings", "resnet", "tabular", "text"
-)  # fmt: skip
+TASKS = ("regression", "drift", "labels", "personal", "pfl", "ratings", "resnet", "tabular", "text")
 SMALL = {
     "text": {"MOST": 12, "LENGTH": 6},
     "pfl": {"MOST": 4, "IMAGES": 200},

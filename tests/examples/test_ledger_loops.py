@@ -35,9 +35,12 @@ class Mine(Charged, DifferentialPrivacyServerSideFixedClipping):
 def test_flowers_own_strategy_is_charged_round_by_round(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     plan = ReleasePlan(
-        level="client", sampler=FullCohort(6, adjacency="zero-out"),
-        mechanism=DeclaredMechanism("Flower's clipping", 1.0), noise=Independent(2.0), rounds=3,
-    )  # fmt: skip
+        level="client",
+        sampler=FullCohort(6, adjacency="zero-out"),
+        mechanism=DeclaredMechanism("Flower's clipping", 1.0),
+        noise=Independent(2.0),
+        rounds=3,
+    )
 
     def make(f: SyntheticFederation) -> Mine:
         strategy = Mine(FedAvg(fraction_evaluate=0.0), 2.0, 1.0, f.population)
@@ -78,8 +81,11 @@ def test_all_three_run_to_the_end_of_their_budgets(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, str(root / "examples/ledger/run.py"), str(tmp_path / "out")],
-        env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     spent = [line for line in done.stdout.splitlines() if "releases" in line]
     assert spent == [
         "Strategy: 8 releases, epsilon 2.94",
@@ -95,8 +101,11 @@ def test_a_run_of_nvflare_stops_at_its_budget(tmp_path: Path) -> None:
     python = environment(Path("build/referee/nvflare-2.9.0"), "nvflare==2.9.0")
     done = subprocess.run(
         [python, str(job), str(tmp_path), "4"],
-        env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert "would exceed max-epsilon = 4.0" in done.stdout + done.stderr
     for site in ("site-1", "site-2", "site-3"):
         spent = np.loadtxt(tmp_path / f"{site}.csv", delimiter=",")

@@ -26,8 +26,11 @@ def data(tmp_path: Path) -> Path:
     labels = np.arange(8) % 10
     np.savez(
         tmp_path / "cifar10.npz",
-        x_train=images[:5], y_train=labels[:5], x_test=images[5:], y_test=labels[5:],
-    )  # fmt: skip
+        x_train=images[:5],
+        y_train=labels[:5],
+        x_test=images[5:],
+        y_test=labels[5:],
+    )
     torch.manual_seed(0)
     torch.save(resnet18().state_dict(), tmp_path / "weights.pth")
     return tmp_path
@@ -83,9 +86,11 @@ def test_features_are_made_once_and_every_run_reads_them(data: Path) -> None:
 def test_features_of_the_users_own_are_read_in_place_of_any_made(data: Path) -> None:
     np.savez(
         data / FILE,
-        x_train=np.ones((10, 3), np.float32), y_train=np.arange(10),
-        x_test=np.ones((10, 3), np.float32), y_test=np.arange(10),
-    )  # fmt: skip
+        x_train=np.ones((10, 3), np.float32),
+        y_train=np.arange(10),
+        x_test=np.ones((10, 3), np.float32),
+        y_test=np.arange(10),
+    )
     experiment = load(find("das-features"), data=data)
     experiment.prepare(data / "out")
     assert experiment.data == data

@@ -507,9 +507,11 @@ def test_a_strategy_resumed_after_any_release_ends_with_the_same_bytes(kind: str
     strategy, trainer = strategy_of(mechanism, z, schedule), trainer_of()
     parameters = {k: v.detach().clone() for k, v in trainer.model.named_parameters()}
     whole = strategy.start(
-        LocalGrid(trainer), array_record(parameters), ROUNDS,
+        LocalGrid(trainer),
+        array_record(parameters),
+        ROUNDS,
         on_round=lambda number, result: states.update({number: (strategy.state(), result.arrays)}),
-    )  # fmt: skip
+    )
     for number in range(1, ROUNDS):
         state, arrays = states[number]
         again = strategy_of(mechanism, z, schedule)
@@ -534,9 +536,11 @@ def test_a_failed_client_leaves_a_zero_in_its_place() -> None:
 
     schedule = schedule_of([1, 2, 4], 2, buffer=2)
     strategy = DPFedAvg(
-        mechanism=NoPrivacy("uniform"), cohort=schedule.cohort, rounds=2,
+        mechanism=NoPrivacy("uniform"),
+        cohort=schedule.cohort,
+        rounds=2,
         availability=Availability(schedule=schedule),
-    )  # fmt: skip
+    )
     start = array_record({"x": torch.zeros(1, dtype=torch.float64)})
     result = strategy.start(LocalGrid(Failing([1, 0, -2], 0.5)), start, 1)
     # Client 1 shares the first release with client 0, whose update counts half all the same.
@@ -582,14 +586,19 @@ def test_what_assumes_a_synchronous_cohort_is_refused_in_a_sentence() -> None:
         DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=1.0, cohort=COHORT, rounds=ROUNDS)
     with pytest.raises(FedsimError, match=r"availability\.schedule must be given"):
         DPFedAvg(
-            mechanism=Clipping(1.0), noise_multiplier=1.0, cohort=replace(COHORT, buffer=2),
-            rounds=ROUNDS, availability=Availability(schedule=schedule),
-        )  # fmt: skip
+            mechanism=Clipping(1.0),
+            noise_multiplier=1.0,
+            cohort=replace(COHORT, buffer=2),
+            rounds=ROUNDS,
+            availability=Availability(schedule=schedule),
+        )
     with pytest.raises(FedsimError, match="it must be left out"):
         DPFedAvg(
-            mechanism=Clipping(1.0), noise_multiplier=1.0, cohort=FullCohort(CLIENTS),
+            mechanism=Clipping(1.0),
+            noise_multiplier=1.0,
+            cohort=FullCohort(CLIENTS),
             availability=Availability(schedule=schedule),
-        )  # fmt: skip
+        )
 
 
 # -- runs --------------------------------------------------------------------------
@@ -704,8 +713,9 @@ def test_a_config_that_cannot_be_is_refused_before_anything_is_written(
 
 def test_without_times_there_is_no_clock() -> None:
     with pytest.raises(FedsimError, match=r"devices\.seconds-per-step .* above 0"):
-        RUN.replace(**{"devices.seconds-per-step": 0.0, "devices.bandwidth": 0.0,
-                       "devices.spread": 0.0})  # fmt: skip
+        RUN.replace(
+            **{"devices.seconds-per-step": 0.0, "devices.bandwidth": 0.0, "devices.spread": 0.0}
+        )
 
 
 def test_a_trace_over_virtual_time_says_when_clients_start(tmp_path: Path) -> None:

@@ -243,11 +243,14 @@ def cases() -> Mapping[str, Case]:
             **sgd, optimizer=AveragedSGD(0.9, 0.5, decay=0.7), server=Server(0.9, 0.5, 0.7)
         ),
         "ADADP clients, FedProx, layers, server momentum": Case(
-            Proximal(AdadpLR(lr=RATE, tol=0.1), mu=0.4), Adaptive(0.1, mu=0.4),
-            PerLayer(Clipping(BOUND)), lambda u: scaled(u, LAYERS, clipped),
-            ServerSGD(0.6, 0.9), Server(lr=0.6, momentum=0.9),
+            Proximal(AdadpLR(lr=RATE, tol=0.1), mu=0.4),
+            Adaptive(0.1, mu=0.4),
+            PerLayer(Clipping(BOUND)),
+            lambda u: scaled(u, LAYERS, clipped),
+            ServerSGD(0.6, 0.9),
+            Server(lr=0.6, momentum=0.9),
         ),
-    }  # fmt: skip
+    }
 
 
 def in_a_loop(case: Case, schedule: ReleaseSchedule) -> Weights:
@@ -291,9 +294,12 @@ def test_releases_are_those_of_a_plain_loop(name: str) -> None:
     strategy = DPFedAvg(
         mechanism=case.mechanism,
         noise_multiplier=None if isinstance(case.mechanism, NoPrivacy) else 0.0,
-        cohort=COHORT, rounds=ROUNDS, seed=4, server_optimizer=case.optimizer,
+        cohort=COHORT,
+        rounds=ROUNDS,
+        seed=4,
+        server_optimizer=case.optimizer,
         availability=Availability(schedule=schedule),
-    )  # fmt: skip
+    )
     with LocalGrid(trainer) as grid:
         result = strategy.start(grid, array_record(start()), ROUNDS)
     expected = in_a_loop(case, schedule)

@@ -23,10 +23,12 @@ INITIAL = array_record({"w": torch.zeros(2)})
 def strategy(clients: int = 4, **settings) -> DPFedAvg:
     return DPFedAvg(
         **{
-            "mechanism": Clipping(1.0), "cohort": FullCohort(clients), "noise_multiplier": 1.0,
+            "mechanism": Clipping(1.0),
+            "cohort": FullCohort(clients),
+            "noise_multiplier": 1.0,
             **settings,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

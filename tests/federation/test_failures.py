@@ -260,9 +260,11 @@ def test_clients_do_not_evaluate_on_private_examples_unless_that_is_said():
         RunConfig.parse(asks)
     with pytest.raises(FedsimError, match=r"metrics\.unprotected"):
         DPFedAvg(
-            mechanism=NoPrivacy("uniform"), cohort=FullCohort(3),
-            clients=ClientTraining(private_examples=True), fraction_evaluate=1.0,
-        )  # fmt: skip
+            mechanism=NoPrivacy("uniform"),
+            cohort=FullCohort(3),
+            clients=ClientTraining(private_examples=True),
+            fraction_evaluate=1.0,
+        )
 
 
 def rows(**settings) -> list[dict[str, float | int]]:

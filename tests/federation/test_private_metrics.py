@@ -258,8 +258,9 @@ def test_an_evaluation_is_released_once(seed: int | None) -> None:
             evaluate(number, Scored(seed=1))
     evaluate(2, Scored(seed=1))
     assert [(line.kind, line.round) for line in strategy.ledger.entries] == [
-        ("evaluation", 1), ("evaluation", 2)
-    ]  # fmt: skip
+        ("evaluation", 1),
+        ("evaluation", 2),
+    ]
 
 
 def test_an_evaluation_that_is_resumed_is_released_once(tmp_path: Path) -> None:

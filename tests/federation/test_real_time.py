@@ -177,16 +177,20 @@ def test_releases_have_the_bytes_of_the_virtual_clock_whoever_does_not_answer(
         seconds[[1, 7]] = NEVER if fault == "frozen" else late
     trainer = trainer_of()
     network = Network(
-        trainer, clock, seconds,
+        trainer,
+        clock,
+        seconds,
         lost=bad if fault == "lost" else (),
         absent=lambda now: bad if fault == "away" else set(),
-    )  # fmt: skip
+    )
     strategy = strategy_of(mechanism=mechanism)
     counts: list[tuple[int, int]] = []
     result = strategy.start(
-        StreamingGrid(network), initial(trainer), ROUNDS,
+        StreamingGrid(network),
+        initial(trainer),
+        ROUNDS,
         on_round=lambda _, result: counts.append((strategy.report.asked, strategy.report.usable)),
-    )  # fmt: skip
+    )
     assert (LATENESS in str(strategy.privacy_statement())) == strategy.private
     failing = set() if fault == "none" else bad
     assert torch.equal(flat(result.arrays), made_virtually(failing, mechanism))
@@ -231,9 +235,11 @@ def test_a_run_resumed_after_any_release_ends_with_the_same_bytes(clock: Clock) 
     seconds[1] = NEVER
     strategy = strategy_of()
     strategy.start(
-        Network(trainer, clock, seconds), initial(trainer), ROUNDS,
+        Network(trainer, clock, seconds),
+        initial(trainer),
+        ROUNDS,
         on_round=lambda number, result: states.update({number: (strategy.state(), result.arrays)}),
-    )  # fmt: skip
+    )
     for number in range(1, ROUNDS):
         state, arrays = states[number]
         network = Network(trainer_of(), clock, seconds)
@@ -261,11 +267,14 @@ def test_clients_keep_the_state_from_which_a_request_is_trained_again(
         network, states = Network(trainer, clock, 0.6 * SECONDS), {}
         strategy, keep = strategy_of(), ConfigRecord({KEEP_SINCE: number})
         strategy.start(
-            network, initial(trainer), number + 3, train_config=keep,
+            network,
+            initial(trainer),
+            number + 3,
+            train_config=keep,
             on_round=lambda n, result, of=strategy, at=states: at.update(
                 {n: (of.state(), result.arrays)}
             ),
-        )  # fmt: skip
+        )
         state, arrays = states[number]
         resumed = strategy_of().start(network, arrays, ROUNDS, train_config=keep, state=state)
         assert torch.equal(flat(resumed.arrays), whole)
@@ -323,16 +332,20 @@ def arriving(
     population = len(network.seconds)
     settings = {"concurrency": population, "participations": 10**6} | numbers
     strategy = DPFedAvg(
-        mechanism=NoPrivacy("uniform"), rounds=rounds,
+        mechanism=NoPrivacy("uniform"),
+        rounds=rounds,
         cohort=BufferedCohort(**settings, rounds=rounds, population=population),
         availability=Availability(real_time=True, node_timeout=5.0),
-    )  # fmt: skip
+    )
     found: list[float] = []
     start = array_record({"x": torch.zeros(1, dtype=torch.float64)})
     strategy.start(
-        network, start, rounds, timeout,
+        network,
+        start,
+        rounds,
+        timeout,
         on_round=lambda _, result: found.append(float(tensors(result.arrays)["x"])),
-    )  # fmt: skip
+    )
     return strategy, found
 
 
@@ -411,14 +424,19 @@ def test_what_cannot_be_in_real_time_is_refused_in_a_sentence(clock: Clock) -> N
         strategy_of(schedule=None)
     with pytest.raises(FedsimError, match=r"availability\.real_time is given, and the cohort"):
         DPFedAvg(
-            mechanism=Clipping(1.0), noise_multiplier=1.0, cohort=FullCohort(3),
+            mechanism=Clipping(1.0),
+            noise_multiplier=1.0,
+            cohort=FullCohort(3),
             availability=Availability(real_time=True),
-        )  # fmt: skip
+        )
     with pytest.raises(FedsimError, match=r"fraction_evaluate is 1; with availability\.real_time"):
         DPFedAvg(
-            mechanism=NoPrivacy("uniform"), cohort=COHORT, rounds=ROUNDS, fraction_evaluate=1.0,
+            mechanism=NoPrivacy("uniform"),
+            cohort=COHORT,
+            rounds=ROUNDS,
+            fraction_evaluate=1.0,
             availability=Availability(real_time=True),
-        )  # fmt: skip
+        )
     with pytest.raises(FedsimError, match=r"ReleaseSchedule\.of this cohort"):
         strategy_of(schedule=ReleaseSchedule.of(replace(COHORT, buffer=2), SECONDS, 1))
 

@@ -116,10 +116,11 @@ def bad_contents() -> dict[str, tuple[RecordDict, str]]:
     metrics = MetricRecord({"num-examples": 3, "loss": 0.5})
     found: dict[str, tuple[RecordDict, str]] = {
         f"an array: {name}": (
-            RecordDict({"arrays": parameters(w=array), "metrics": metrics}), "malformed"
+            RecordDict({"arrays": parameters(w=array), "metrics": metrics}),
+            "malformed",
         )
         for name, array in BAD_ARRAYS.items()
-    }  # fmt: skip
+    }
     for name, values in NON_FINITE.items():
         record = RecordDict({"arrays": parameters(w=Array(values)), "metrics": metrics})
         found[f"an array: {name}"] = (record, "non-finite")
@@ -173,10 +174,13 @@ def strategy(mechanism: Mechanism, **settings) -> DPFedAvg:
     private = mechanism.guarantee == "gaussian"
     return DPFedAvg(
         **{
-            "mechanism": mechanism, "cohort": FullCohort(NODES), "seed": 1,
-            "noise_multiplier": 1e-6 if private else 0.0, **settings,
+            "mechanism": mechanism,
+            "cohort": FullCohort(NODES),
+            "seed": 1,
+            "noise_multiplier": 1e-6 if private else 0.0,
+            **settings,
         }
-    )  # fmt: skip
+    )
 
 
 def initial() -> ArrayRecord:

@@ -177,9 +177,12 @@ def test_a_state_of_other_tensors_than_are_kept_is_refused(scheduled):
         if scheduled:
             optimizer = Scheduled(optimizer, Schedule.parse("cosine(length=9)"))
         return DPFedAvg(
-            mechanism=AdaClip(0.2), cohort=PoissonCohort(0.4, CLIENTS), noise_multiplier=1.0,
-            seed=4, server_optimizer=optimizer,
-        )  # fmt: skip
+            mechanism=AdaClip(0.2),
+            cohort=PoissonCohort(0.4, CLIENTS),
+            noise_multiplier=1.0,
+            seed=4,
+            server_optimizer=optimizer,
+        )
 
     half = made()
     reached, _ = run(half, initial(), 3)
@@ -219,8 +222,11 @@ def test_a_restore_that_fails_half_way_leaves_the_strategy_as_it_was():
     def made() -> DPFedAvg:
         return DPFedAvg(
             mechanism=QuantileClipping(initial_clip_norm=0.2, bit_noise=0.2),
-            cohort=Spaced(CLIENTS), noise_multiplier=1.0, seed=4, server_optimizer=Unwilling(),
-        )  # fmt: skip
+            cohort=Spaced(CLIENTS),
+            noise_multiplier=1.0,
+            seed=4,
+            server_optimizer=Unwilling(),
+        )
 
     half = made()
     reached, cohorts = run(half, initial(), 3)
@@ -253,9 +259,12 @@ def test_a_state_may_be_given_on_before_the_next_round():
 def test_a_budget_that_was_reached_stays_reached():
     def made() -> DPFedAvg:
         return DPFedAvg(
-            mechanism=Clipping(1.0), cohort=PoissonCohort(0.4, CLIENTS), noise_multiplier=1.0,
-            seed=4, max_epsilon=4.0,
-        )  # fmt: skip
+            mechanism=Clipping(1.0),
+            cohort=PoissonCohort(0.4, CLIENTS),
+            noise_multiplier=1.0,
+            seed=4,
+            max_epsilon=4.0,
+        )
 
     first, second = made(), made()
     reached, _ = run(first, initial(), 30)
@@ -280,9 +289,12 @@ def test_failed_rounds_in_a_row_are_counted_on():
 
 def test_a_tree_comes_back_from_tensors_and_text_as_it_was():
     tree = {
-        "tensor": torch.arange(3), "deep": {"x": {"tensor": torch.zeros(0)}, "y": {}},
-        "numbers": [1, 2.5, None, True, 1e-310], "word": "0", "array": np.arange(2.0),
-    }  # fmt: skip
+        "tensor": torch.arange(3),
+        "deep": {"x": {"tensor": torch.zeros(0)}, "y": {}},
+        "numbers": [1, 2.5, None, True, 1e-310],
+        "word": "0",
+        "array": np.arange(2.0),
+    }
     kept, text = split_tree(tree)
     back = join_tree(kept, text)
     assert torch.equal(back["tensor"], tree["tensor"])
@@ -371,9 +383,12 @@ def test_a_round_that_is_made_again_is_the_same_or_has_noise_of_its_own(
     def made(seed: int | None) -> DPFedAvg:
         ledger = tmp_path / f"{seed}.jsonl"
         return DPFedAvg(
-            mechanism=Clipping(1.0), cohort=FullCohort(CLIENTS), noise_multiplier=5.0,
-            seed=Randomness(seed, release), ledger=ledger,
-        )  # fmt: skip
+            mechanism=Clipping(1.0),
+            cohort=FullCohort(CLIENTS),
+            noise_multiplier=5.0,
+            seed=Randomness(seed, release),
+            ledger=ledger,
+        )
 
     for seed in (1, None):
         half = made(seed)

@@ -50,11 +50,10 @@ MECHANISMS: dict[str, Any] = {
     "mixed layers": PerLayer(
         (("0.*", QuantileClipping(bit_noise=1.0)), ("*", AdaClip(0.5))), shares=(0.25, 0.75)
     ),
-    "scattered layers": PerLayer((("*.bias", Normalization(0.2)), ("*", QuantileClipping(
-        bit_noise=1.0)))),
-    "raw layers": PerLayer(
-        AdaptiveNoise(0.8, 0.0, 3.0, unsafe_non_private_raw_statistics=True)
+    "scattered layers": PerLayer(
+        (("*.bias", Normalization(0.2)), ("*", QuantileClipping(bit_noise=1.0)))
     ),
+    "raw layers": PerLayer(AdaptiveNoise(0.8, 0.0, 3.0, unsafe_non_private_raw_statistics=True)),
     "scalar": PrivateScalar(AdaClip(clip_norm=0.8), name="loss", high=4.0, fraction=0.2),
     "scalars": PrivateScalar(
         PrivateScalar(QuantileClipping(bit_noise=1.0), "loss"), "accuracy", fraction=0.5
@@ -66,7 +65,7 @@ MECHANISMS: dict[str, Any] = {
     "no privacy": NoPrivacy("uniform"),
     "weighted": NoPrivacy("num-examples"),
     "no privacy by layer": PerLayer(NoPrivacy("uniform")),
-}  # fmt: skip
+}
 WITHOUT_NOISE = ("no privacy", "weighted", "no privacy by layer")
 WITHOUT_SHARES = (*WITHOUT_NOISE, "raw statistics", "raw layers")
 ROUNDS = 3

@@ -46,9 +46,11 @@ CONFIG = RunConfig.parse(
 AS_THEY_COME: dict[str, Any] = {
     "name": "as-they-come",
     "mechanism.name": "none",
-    "mechanism.weighting": "uniform", "noise.multiplier": "", "devices.duration": 0.0,
+    "mechanism.weighting": "uniform",
+    "noise.multiplier": "",
+    "devices.duration": 0.0,
     "cohort.participations": 8,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -109,8 +109,11 @@ def test_a_run_is_verified_without_the_code_that_it_named(run: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "verify", str(run)],
-        cwd=run.parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=run.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILS" not in done.stdout
     assert re.search(r"passes +metrics +4 rows", done.stdout)

@@ -81,8 +81,11 @@ def test_it_runs_as_networked_processes(tmp_path, monkeypatch):
     out = tmp_path / "summary.json"
     config = {
         **table["config"],
-        "out": str(out), "num-server-rounds": 3, "population": 4, "noise-multiplier": 0.3,
-    }  # fmt: skip
+        "out": str(out),
+        "num-server-rounds": 3,
+        "population": 4,
+        "noise-multiplier": 0.3,
+    }
     with Rehearsal.temporary(4, apps=apps) as rehearsal:
         rehearsal.start_all()
         server, client = apps

@@ -73,12 +73,17 @@ def config(**changes: Any) -> fedsim.RunConfig:
 
 
 CLIENTS = {
-    "mechanism.name": "clipping", "noise.multiplier": 0.3, "cohort.name": "poisson",
-    "cohort.rate": 0.6, "noise.entropy": "config",
-}  # fmt: skip
+    "mechanism.name": "clipping",
+    "noise.multiplier": 0.3,
+    "cohort.name": "poisson",
+    "cohort.rate": 0.6,
+    "noise.entropy": "config",
+}
 EXAMPLES = {
-    "client.mechanism.name": "clipping", "client.noise.multiplier": 0.3, "noise.entropy": "config",
-}  # fmt: skip
+    "client.mechanism.name": "clipping",
+    "client.noise.multiplier": 0.3,
+    "noise.entropy": "config",
+}
 
 
 def status(*words: str) -> int:

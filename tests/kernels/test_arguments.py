@@ -88,7 +88,8 @@ CALLS = {
         lambda: (normal(2, 44), normal(2, 6, 5), normal(2, 6, 3)),
     ),
     "subtract": (
-        subtracted, lambda: (normal(2), normal(2, 44), normal(2, 44), normal(2, 6, 5), buffers())
+        subtracted,
+        lambda: (normal(2), normal(2, 44), normal(2, 44), normal(2, 6, 5), buffers()),
     ),
     "inner": (
         lambda x, b, y, c: dense_pass(x, b).inner(dense_pass(y, c)),
@@ -104,7 +105,8 @@ CALLS = {
         lambda: (normal(3, 9), *(normal(n, dtype=torch.float64) for n in (3, 9, 9))),
     ),
     "gradients": (
-        classified, lambda: (normal(2, 4, 3), torch.tensor([[0, 1, 2, 0]] * 3), normal(3, 4))
+        classified,
+        lambda: (normal(2, 4, 3), torch.tensor([[0, 1, 2, 0]] * 3), normal(3, 4)),
     ),
     "convolve_and_pool": (
         lambda x, w, b: convolutions.convolve_and_pool(x, w, b, PATCHES, WINDOWS),
@@ -124,7 +126,7 @@ CALLS = {
         ),
         lambda: (2000, 2),
     ),
-}  # fmt: skip
+}
 WITHOUT_ARGUMENTS = {"learn"}
 
 

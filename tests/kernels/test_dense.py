@@ -48,11 +48,14 @@ def layers_of(widths, biases, relus, dtype):
 def shapes_of(layers):
     return [
         DenseShape(
-            layer.module.in_features, layer.module.out_features, layer.weight.start,
-            -1 if layer.bias is None else layer.bias.start, layer.activation is nn.ReLU,
+            layer.module.in_features,
+            layer.module.out_features,
+            layer.weight.start,
+            -1 if layer.bias is None else layer.bias.start,
+            layer.activation is nn.ReLU,
         )
         for layer in layers
-    ]  # fmt: skip
+    ]
 
 
 @st.composite

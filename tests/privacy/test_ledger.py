@@ -149,7 +149,8 @@ def test_no_flipped_byte_that_the_hash_covers_goes_unnoticed(tmp_path_factory, d
         lambda lines: [*lines[:2], *lines[1:]],
         lambda lines: [*lines[:2], lines[2][:-30], *lines[3:]],
         lambda lines: [
-            lines[0], lines[1].replace(b'"noise-multiplier":1.5', b'"noise-multiplier":9.5')
+            lines[0],
+            lines[1].replace(b'"noise-multiplier":1.5', b'"noise-multiplier":9.5'),
         ],
         lambda lines: [lines[0], b"", *lines[1:]],
         lambda lines: [lines[0], b"{}", *lines[1:]],
@@ -157,7 +158,7 @@ def test_no_flipped_byte_that_the_hash_covers_goes_unnoticed(tmp_path_factory, d
         lambda lines: [lines[0], b'{"entry":' + b"[" * 9999 + b',"hash":"', *lines[1:]],
     ],
     ids=["deleted", "swapped", "doubled", "cut", "edited", "blank", "empty", "binary", "deep"],
-)  # fmt: skip
+)
 def test_a_changed_ledger_is_refused(path, change):
     lines = written(path, 4).splitlines()
     path.write_bytes(b"\n".join(change(lines)) + b"\n")

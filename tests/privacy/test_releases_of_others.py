@@ -152,7 +152,9 @@ def test_the_core_works_with_five_packages(tmp_path: Path) -> None:
     subprocess.run([*install, "--no-deps", str(root)], check=True)
     ran = subprocess.run(
         [python, "-c", ALONE, str(tmp_path / "ledger.jsonl")],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "(2, 1e-05)-differentially private" in ran.stdout

@@ -92,17 +92,20 @@ def within(values: npt.ArrayLike, mean: npt.ArrayLike, std: npt.ArrayLike, sds: 
 
 @pytest.mark.parametrize(
     ("sampler", "p"),
-    slow_but(3, [
-        (Poisson(0.04, 60), np.full(60, 0.04)),
-        (FixedSize(7, 60), np.full(60, 7 / 60)),
-        (ShuffledPasses(7, 60), np.full(60, 7 / 60)),
-        (Poisson(0.5, 60), np.full(60, 0.5)),
-        (Poisson(0.93, 60), np.full(60, 0.93)),
-        (FixedSize(58, 60), np.full(60, 58 / 60)),
-        (Weighted(60, 0.5), (np.arange(1, 61) / 120 + 0.5) / 2),
-    ]),
+    slow_but(
+        3,
+        [
+            (Poisson(0.04, 60), np.full(60, 0.04)),
+            (FixedSize(7, 60), np.full(60, 7 / 60)),
+            (ShuffledPasses(7, 60), np.full(60, 7 / 60)),
+            (Poisson(0.5, 60), np.full(60, 0.5)),
+            (Poisson(0.93, 60), np.full(60, 0.93)),
+            (FixedSize(58, 60), np.full(60, 58 / 60)),
+            (Weighted(60, 0.5), (np.arange(1, 61) / 120 + 0.5) / 2),
+        ],
+    ),
     ids=str,
-)  # fmt: skip
+)
 def test_everybody_is_in_as_often_as_the_rate_says(sampler, p):
     rounds = 6000
     often = drawn(sampler, rounds).mean(axis=0)
@@ -112,15 +115,18 @@ def test_everybody_is_in_as_often_as_the_rate_says(sampler, p):
 
 @pytest.mark.parametrize(
     ("sampler", "covariance"),
-    slow_but(3, [
-        (Poisson(0.3, 40), 0.0),
-        # Without replacement two are in together with probability k (k - 1) / (n (n - 1)).
-        (FixedSize(12, 40), -0.3 * 0.7 / 39),
-        (ShuffledPasses(12, 40), -0.3 * 0.7 / 39),
-        (Weighted(40, 0.5), None),
-    ]),
+    slow_but(
+        3,
+        [
+            (Poisson(0.3, 40), 0.0),
+            # Without replacement two are in together with probability k (k - 1) / (n (n - 1)).
+            (FixedSize(12, 40), -0.3 * 0.7 / 39),
+            (ShuffledPasses(12, 40), -0.3 * 0.7 / 39),
+            (Weighted(40, 0.5), None),
+        ],
+    ),
     ids=str,
-)  # fmt: skip
+)
 def test_pairs_are_in_together_as_the_law_says(sampler, covariance):
     rounds = 8000
     inside = drawn(sampler, rounds)[::2]  # of Weighted, the rounds of unequal probabilities

@@ -86,9 +86,12 @@ def test_a_convolution_before_a_group_norm_is_bounded():
     torch.manual_seed(0)
     # A scale of its inputs that the normalisation takes out again: the gradient is rounding.
     model = nn.Sequential(
-        nn.Conv2d(16, 4, 1, bias=False), nn.GroupNorm(4, 4, affine=False, eps=0.0),
-        nn.Flatten(), nn.Tanh(), nn.Linear(16, 3),
-    )  # fmt: skip
+        nn.Conv2d(16, 4, 1, bias=False),
+        nn.GroupNorm(4, 4, affine=False, eps=0.0),
+        nn.Flatten(),
+        nn.Tanh(),
+        nn.Linear(16, 3),
+    )
     model[4].requires_grad_(False)
     # The channels are multiples of each other: one weight a channel, and its gradient is zero.
     x = (torch.randn(5, 1, 2, 2) * torch.linspace(0.5, 2, 16).view(1, 16, 1, 1))[None]

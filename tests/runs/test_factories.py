@@ -180,9 +180,11 @@ def test_objects_from_python_take_the_place_of_what_a_config_names() -> None:
     small = config(**{"rounds": 2, "partition.clients": 4, "client.batch-size": 50})
     by_name = fedsim.run(small.replace(**{"partition.name": "dirichlet", "partition.alpha": 1.0}))
     given = fedsim.run(
-        small, partition=Dirichlet(alpha=1.0, clients=4, seed=1), data=load("digits"),
+        small,
+        partition=Dirichlet(alpha=1.0, clients=4, seed=1),
+        data=load("digits"),
         model=build("softmax", (64,), 10, seed=1),
-    )  # fmt: skip
+    )
     ours, theirs = (result.arrays.to_torch_state_dict() for result in (by_name, given))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     with pytest.raises(FedsimError, match=r"has 5 clients, and partition\.clients = 4"):

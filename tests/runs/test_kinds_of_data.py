@@ -201,19 +201,25 @@ def test_what_clients_own_may_be_shown_if_asked_for_and_decides_nothing(
 
 def test_examples_of_owners_can_be_protected_by_themselves(text: str) -> None:
     example_level = {
-        "client.mechanism.name": "clipping", "client.noise.multiplier": 1.0,
-        "client.batch-size": 1, "client.steps": 2, "evaluate.clients-every": 0,
+        "client.mechanism.name": "clipping",
+        "client.noise.multiplier": 1.0,
+        "client.batch-size": 1,
+        "client.steps": 2,
+        "evaluate.clients-every": 0,
         "evaluate.every": 0,
-    }  # fmt: skip
+    }
     result = fedsim.run(config(text, **example_level))
     assert result.example_privacy.epsilon > 0
 
 
 def test_personal_parameters_are_not_in_the_model_that_is_shared(text: str, tmp_path: Path) -> None:
     personal = {
-        "model.personal": "1.*", "client.state": "client", "evaluate.every": 0,
-        "cohort.name": "fixed", "cohort.size": 4,
-    }  # fmt: skip
+        "model.personal": "1.*",
+        "client.state": "client",
+        "evaluate.every": 0,
+        "cohort.name": "fixed",
+        "cohort.size": 4,
+    }
     result = fedsim.run(config(text, **personal), out=tmp_path / "run")
     assert set(result.arrays) == {"0.weight"}
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:

@@ -36,8 +36,10 @@ BASE = RunConfig.parse(
     }
 )
 PRIVATE = {
-    "mechanism.name": "quantile-clipping", "mechanism.bit-noise": 0.5, "noise.multiplier": 1.0
-}  # fmt: skip
+    "mechanism.name": "quantile-clipping",
+    "mechanism.bit-noise": 0.5,
+    "noise.multiplier": 1.0,
+}
 EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
 ADADP = {"client.name": "adadp-lr"}
 PLAN = {"mechanism.name": "clipping", "noise.multiplier": 2.0}

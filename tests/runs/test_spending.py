@@ -248,9 +248,11 @@ def test_a_clients_budget_that_allows_no_round_is_refused_at_once(tmp_path):
 
 def test_noise_that_fits_no_client_is_refused_where_clients_sizes_are_public():
     config = own(
-        EXAMPLES, client__batch_size=0, client__mechanism__name="quantile-clipping",
+        EXAMPLES,
+        client__batch_size=0,
+        client__mechanism__name="quantile-clipping",
         client__mechanism__bit_noise=1e-4,
-    )  # fmt: skip
+    )
     with pytest.raises(FedsimError, match=r"bit-noise 0.0001 and \d+ expected rows"):
         check(resolve(config))
     check(resolve(own(config, mechanism__name="clipping", noise__multiplier=1.0)))

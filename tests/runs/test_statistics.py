@@ -76,9 +76,12 @@ def test_all_inputs_together_and_shares_of_classes() -> None:
 def test_shares_of_secure_sums_stay_shares_and_have_the_noise_of_all() -> None:
     query = StatisticsRequest(multiplier=2.0, inputs=(-6.0, 6.0), together=True, examples=10)
     secure = {
-        "mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.placement": "client",
-        "secagg.threshold": 50, "secagg.colluders": 0,
-    }  # fmt: skip
+        "mechanism.name": "clipping",
+        "noise.multiplier": 1.0,
+        "noise.placement": "client",
+        "secagg.threshold": 50,
+        "secagg.colluders": 0,
+    }
     config = StatisticsPlan.from_config(CONFIG.replace(**secure), query, CLASSES).config
     assert (config.noise.placement, config.secagg.threshold) == ("client", 50)
     trusted, masked = (found_of(query, CLASSES, **keys).estimates[-1] for keys in ({}, secure))

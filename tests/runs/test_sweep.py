@@ -41,22 +41,25 @@ BASE = RunConfig().replace(
 
 @pytest.mark.parametrize(
     "overs",
-    slow_but(3, [
-        ["client.lr=0.1,0.5", "seed=1,2"],
-        ["partition.name=iid,shards", "server.lr=0.5,1.0"],
-        ["client.name=adadp-lr", "client.state=client", "client.lr=0.1,0.2"],
-        ["noise.max-epsilon=5.0,100.0"],
-        ["model.dtype=float32,float64"],
-        ["client.proximal=0.1,0.5"],
+    slow_but(
+        3,
         [
-            "server.optimizer=flwr.serverapp.strategy:FedProx",
-            "client.proximal=0.1",
-            "server.options.proximal-mu=0.2,0.7",
+            ["client.lr=0.1,0.5", "seed=1,2"],
+            ["partition.name=iid,shards", "server.lr=0.5,1.0"],
+            ["client.name=adadp-lr", "client.state=client", "client.lr=0.1,0.2"],
+            ["noise.max-epsilon=5.0,100.0"],
+            ["model.dtype=float32,float64"],
+            ["client.proximal=0.1,0.5"],
+            [
+                "server.optimizer=flwr.serverapp.strategy:FedProx",
+                "client.proximal=0.1",
+                "server.options.proximal-mu=0.2,0.7",
+            ],
+            ["client.mechanism.name=clipping", "client.noise.multiplier=1.0,2.0"],
         ],
-        ["client.mechanism.name=clipping", "client.noise.multiplier=1.0,2.0"],
-    ]),
+    ),
     ids=" ".join,
-)  # fmt: skip
+)
 def test_runs_of_a_sweep_end_with_the_same_bytes_as_alone(overs: list[str], tmp_path: Path) -> None:
     allow(["flwr.serverapp.strategy"])
     grid = grid_runs(BASE, parse_axes(overs))
@@ -461,16 +464,16 @@ def test_a_value_that_is_twice_on_an_axis_is_refused(over: str) -> None:
 
 
 def test_each_value_of_a_users_option_is_a_run_labelled_by_it() -> None:
-    axes = parse_axes(["server.optimizer=mine:ServerSGD",
-                       "server.options.lr=0.5,1.0", "seed=1,2"])  # fmt: skip
+    axes = parse_axes(["server.optimizer=mine:ServerSGD", "server.options.lr=0.5,1.0", "seed=1,2"])
     labels = [member.point["server.options.lr"] for member in grid_runs(BASE, axes)]
     assert labels == ["0.5", "0.5", "1.0", "1.0"]
     assert len({member.label for member in grid_runs(BASE, axes)}) == 4
 
 
 def test_options_of_equal_text_and_different_types_have_separate_directories() -> None:
-    axes = parse_axes(["server.optimizer=mine:ServerSGD",
-                       "server.options.lr=1,1.0,'1',true,'true','True',word"])  # fmt: skip
+    axes = parse_axes(
+        ["server.optimizer=mine:ServerSGD", "server.options.lr=1,1.0,'1',true,'true','True',word"]
+    )
     grid = grid_runs(BASE, axes)
     values = [member.point["server.options.lr"] for member in grid]
     assert values == ["1", "1.0", "'1'", "True", "'true'", "'True'", "word"]

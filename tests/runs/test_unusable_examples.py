@@ -247,10 +247,13 @@ def test_without_public_test_examples_sizes_must_be_declared_whatever_the_data_h
 
 HEADER = ["age", "sex", "hours", "hospital", "income"]
 TABLE = {
-    "data.name": "people", "data.columns": "y=income,owner=hospital",
-    "data.types": "age=0:100,sex=f|m,hours=number,income=low|high", "client.batch-size": 2,
-    "evaluate.every": 0, "partition.clients": 5,
-}  # fmt: skip
+    "data.name": "people",
+    "data.columns": "y=income,owner=hospital",
+    "data.types": "age=0:100,sex=f|m,hours=number,income=low|high",
+    "client.batch-size": 2,
+    "evaluate.every": 0,
+    "partition.clients": 5,
+}
 SHOWN = {"evaluate.every": 1, "evaluate.unprotected": True}
 PLACE = {"train": 9, "test": 8}
 

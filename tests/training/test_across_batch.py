@@ -96,9 +96,10 @@ MIXES = {
     "batch maximum": (lambda: make_mlp(), largest),
     "a loss that branches": (lambda: make_mlp(), alone),
     "images": (
-        lambda: nn.Sequential(make_cnn(), Own(after=lambda y: y - y.mean(0), features=3)), None
+        lambda: nn.Sequential(make_cnn(), Own(after=lambda y: y - y.mean(0), features=3)),
+        None,
     ),
-}  # fmt: skip
+}
 
 
 def trainer_of(model, loss=None, *, data, path="auto", batch=4, **settings):
@@ -113,9 +114,12 @@ def by_hand(trainer, model, loss, client, batch):
     loss = loss or CrossEntropy()
     theta = {k: v.detach().clone() for k, v in model.named_parameters()}
     batches = plan_batches(
-        trainer.workload.work, [trainer.data.indices[client]], np.array([client]),
-        [trainer.randomness], 1,
-    )  # fmt: skip
+        trainer.workload.work,
+        [trainer.data.indices[client]],
+        np.array([client]),
+        [trainer.randomness],
+        1,
+    )
     for index, weight in zip(batches.index[0], batches.weight[0], strict=True):
         real = torch.from_numpy(index[weight > 0])
         leaves = {k: v.requires_grad_() for k, v in theta.items()}
@@ -212,10 +216,11 @@ def test_an_example_that_is_not_finite_is_in_its_own_batches_only(name):
     plain = rows_of(trainer_of(make(), data=data, path="plain", steps=1, batch=3))
     torch.testing.assert_close(rows, plain, rtol=0, atol=1e-5, equal_nan=True)
     finite = [
-        torch.isfinite(rows_of(trainer_of(
-            make(), data=data, path=path, steps=steps, batch=3))[0]).all()
+        torch.isfinite(
+            rows_of(trainer_of(make(), data=data, path=path, steps=steps, batch=3))[0]
+        ).all()
         for steps in (1, 2, 3)
-    ]  # fmt: skip
+    ]
     assert not finite[2]  # all of the client's examples by then
     assert bool(torch.isfinite(rows[1]).all())
 

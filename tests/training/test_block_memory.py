@@ -108,8 +108,11 @@ class Looks(nn.Linear):
 
 def test_steps_that_cannot_be_tried_leave_the_block_as_it_is(monkeypatch):
     trainer = Trainer(
-        nn.Sequential(Looks(4, 3)), SGD(), make_data([5, 5], features=4), batch_size=3,
+        nn.Sequential(Looks(4, 3)),
+        SGD(),
+        make_data([5, 5], features=4),
+        batch_size=3,
         randomness=Randomness(0),
-    )  # fmt: skip
+    )
     assert clients_within(1, trainer.stepper, None, 7, 3) == 7
     assert np.isfinite(trainer.initial().numpy()).all()

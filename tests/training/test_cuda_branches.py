@@ -72,9 +72,12 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         with torch.device("cuda"):
             model = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
             clients = ClientData(
-                torch.empty(64, 6, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64), own,
-                torch.zeros(6), torch.ones(6),
-            )  # fmt: skip
+                torch.empty(64, 6, dtype=torch.uint8),
+                torch.zeros(64, dtype=torch.int64),
+                own,
+                torch.zeros(6),
+                torch.ones(6),
+            )
         monkeypatch.setattr(model, "to", lambda device: model)
         trainer = make_trainer(model, algorithm, clients, "auto", device="cuda")
         assert trainer.path.name == "layered"

@@ -130,8 +130,10 @@ def test_rows_of_examples_are_their_gradients(model, shape, shaped, way):
         expected = DenseRows(dense)
         torch.testing.assert_close(
             own.norms(*(None if v is None else v[None] for v in (scale, center)))[0],
-            expected.norms(scale, center), rtol=1e-9, atol=1e-12,
-        )  # fmt: skip
+            expected.norms(scale, center),
+            rtol=1e-9,
+            atol=1e-12,
+        )
         weights = torch.rand(count, generator=generator, **Z64)
         torch.testing.assert_close(own.sum(weights[None])[0], expected.sum(weights))
         loss = F.cross_entropy(model(x[k, :count]), y[k, :count], reduction="none")
@@ -169,9 +171,11 @@ def opacus_step(model, x, y, *, lr, clip_norm, expected, noise):
         warnings.simplefilter("ignore")
         wrapped = GradSampleModule(model)
         optimizer = DPOptimizer(
-            torch.optim.SGD(wrapped.parameters(), lr=lr), noise_multiplier=0.0,
-            max_grad_norm=clip_norm, expected_batch_size=expected,
-        )  # fmt: skip
+            torch.optim.SGD(wrapped.parameters(), lr=lr),
+            noise_multiplier=0.0,
+            max_grad_norm=clip_norm,
+            expected_batch_size=expected,
+        )
         F.cross_entropy(wrapped(x), y).backward()
     optimizer.pre_step()
     start = 0
@@ -410,8 +414,9 @@ def test_a_plan_that_may_stop_is_charged_at_a_clients_first_request(tmp_path, as
     ledger = Ledger.read(tmp_path / "l.jsonl")
     again = len(asked) - len({*asked})  # a request that is repeated is one more release
     assert [entry.event.count for entry in ledger.entries] == [
-        24, *(4 if n in asked[:k] else 0 for k, n in enumerate(asked) if k)
-    ]  # fmt: skip
+        24,
+        *(4 if n in asked[:k] else 0 for k, n in enumerate(asked) if k),
+    ]
     assert sum(ledger.history.counts.values()) == 24 + 4 * again
     with pytest.raises(FedsimError, match="round 7 would follow the last one that client 0 was"):
         final(trainer, IDS[:1], 7)

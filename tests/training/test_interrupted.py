@@ -168,7 +168,7 @@ CASES = {
     "program rows, convolutions": Case(make_cnn, private=True, shape=(1, 6, 6)),
     "vmapped": Case(lambda: nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 3)), private=True),
     "one by one": Case(dropout, private=True),
-}  # fmt: skip
+}
 
 
 def update(trainer, clients, round):

@@ -196,8 +196,10 @@ def test_examples_gradients_are_those_of_one_example_at_a_time(frozen: bool, gro
     methods = gradient_methods(as_trained(model, packing, reading, program))
     # Grouped weights meet some of the channels: no product of whole inputs with output gradients.
     assert [method.name for method in methods] == [
-        *(["layered"] if groups == 1 else []), "vmapped", "one by one",
-    ]  # fmt: skip
+        *(["layered"] if groups == 1 else []),
+        "vmapped",
+        "one by one",
+    ]
     theta = packing.pack(packing.layout.flatten(trained_ones).detach()[None])[0]
     x = torch.randn(5, 2, 11, 11, dtype=torch.float64)
     y = torch.arange(5) % 3

@@ -166,9 +166,11 @@ def test_each_method_gives_each_examples_own_gradient(name):
     methods = gradient_methods(trainer.trained)
     fastest = Probe(trainer.trained).fastest(methods)
     expected = {
-        "factors": "vmapped", "image and table": "factored", "words": "vmapped",
+        "factors": "vmapped",
+        "image and table": "factored",
+        "words": "vmapped",
         "keywords": "vmapped",
-    }  # fmt: skip
+    }
     assert fastest.name == expected[name]
     index = torch.arange(6)
     x, y = data.inputs(index, torch.float64), data.targets(index, torch.float64)

@@ -275,8 +275,9 @@ def test_a_private_run_begins_whatever_the_first_example_is() -> None:
     with pytest.raises((FedsimError, ValueError), match="inputs must be finite"):
         fedsim.run(
             PRIVATE.replace(**{"mechanism.name": "none", "noise.multiplier": ""}),
-            data=data, model=Finite(),
-        )  # fmt: skip
+            data=data,
+            model=Finite(),
+        )
 
 
 def test_slots_and_the_keywords_of_a_partial_are_put_back() -> None:

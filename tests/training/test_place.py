@@ -70,7 +70,7 @@ def model_of(activation, hidden, classes):
             for activation in (nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.Mish)
         ],
     ],
-)  # fmt: skip
+)
 def test_in_blocks_of_any_size(activation, hidden, classes, algorithm, path, dtype) -> None:
     def trained(block_size):
         model = model_of(activation, hidden, classes)

@@ -71,9 +71,11 @@ def test_one_channel_and_a_stride_that_leaves_one_column_train_as_in_a_plain_loo
     data = ClientData(x, torch.arange(EXAMPLES) % 3, [np.arange(EXAMPLES)])
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 4, (4, 3), stride=(1, 2), padding=(1, 0)), nn.ReLU(), nn.Flatten(),
+        nn.Conv2d(1, 4, (4, 3), stride=(1, 2), padding=(1, 0)),
+        nn.ReLU(),
+        nn.Flatten(),
         nn.Linear(20, 3),
-    )  # fmt: skip
+    )
     trainer = Trainer(
         model, SGD(lr=0.1), data, batch_size=0, steps=STEPS, path=path,
         randomness=Randomness(1),

@@ -355,9 +355,12 @@ def test_a_loss_that_draws_gives_the_same_numbers_whatever_is_drawn_elsewhere(pr
 def test_a_loss_that_draws_from_numpys_generator_is_refused():
     with pytest.raises(FedsimError, match="the loss draws from numpy's"):
         Trainer(
-            nn.Linear(6, 3), SGD(lr=0.1), make_data(SIZES), loss=from_numpy,
+            nn.Linear(6, 3),
+            SGD(lr=0.1),
+            make_data(SIZES),
+            loss=from_numpy,
             randomness=Randomness(1),
-        )  # fmt: skip
+        )
 
 
 def one_hot_loss(outputs, targets):

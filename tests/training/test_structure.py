@@ -206,18 +206,20 @@ HIDDEN = {
     "any above 100": (lambda: Own(before=lambda x: x / 9 if (x > 100).any() else x), None),
     "relu of the largest": (lambda: Own(before=lambda x: x + (x.max() - 100).relu()), None),
     "attention above 5": (
-        lambda: Own(before=lambda x: (x @ x.T).softmax(1) @ x if len(x) > 5 else x), None
+        lambda: Own(before=lambda x: (x @ x.T).softmax(1) @ x if len(x) > 5 else x),
+        None,
     ),
     "zero times a sum": (lambda: Own(lambda y, m: y + 0 * y.sum()), None),
     "positions from 5 on": (lambda: Own(lambda y, m: within(y)), None),
     "a loss with a maximum": (
-        make_mlp, lambda o, y: CrossEntropy()(o, y) + (CrossEntropy()(o, y).max() - 20).relu()
+        make_mlp,
+        lambda o, y: CrossEntropy()(o, y) + (CrossEntropy()(o, y).max() - 20).relu(),
     ),
     "a quantiser": (
         lambda: Own(before=lambda x: x + (x.abs().amax() > 50) * (x / x.abs().amax()).round()),
         None,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("spoilt", [None, float("nan"), 1e3])

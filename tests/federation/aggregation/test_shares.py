@@ -177,9 +177,12 @@ def one_round(
     """A round in which client 0 changes the share that it would have sent."""
     shared = trainer()
     strategy = DPFedAvg(
-        mechanism=mechanism, cohort=FullCohort(CLIENTS), noise_multiplier=z, placement="client",
+        mechanism=mechanism,
+        cohort=FullCohort(CLIENTS),
+        noise_multiplier=z,
+        placement="client",
         seed=1,
-    )  # fmt: skip
+    )
     grid = LocalGrid(client_app(lambda _: shared, lambda _: mechanism), num_nodes=CLIENTS)
     initial = array_record(dict(shared.model.named_parameters()))
     asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
