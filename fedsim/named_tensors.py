@@ -8,10 +8,11 @@ of its tensors, so that code for one tensor of inputs need not know of names.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from fedsim.arguments import as_text
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 
@@ -31,19 +32,43 @@ class NamedTensors(_Base):
     Parameters
     ----------
     tensors : mapping of str to Tensor
-        In any order; they are kept in that of their names.
+        One or more, in any order; they are kept in that of their names.
+
+    Raises
+    ------
+    FedsimError
+        If they are not such a mapping, or not of one length.
     """
 
+    tensors: dict[str, Tensor]
+
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        is_mapping = isinstance(tensors, Mapping) and len(tensors) > 0
+        if not is_mapping or not all(isinstance(one, Tensor) for one in tensors.values()):
+            raise FedsimError(
+                f"tensors is {as_text(tensors)}; it must be a mapping of names to torch.Tensor."
+            )
+        require_names(tensors, "tensors")
+        lengths = {name: len(one) if one.dim() else 0 for name, one in tensors.items()}
+        if len({*lengths.values()}) > 1:
+            raise FedsimError(f"tensors have the lengths {lengths}; they must be equal.")
         self.tensors = {name: tensors[name] for name in sorted(tensors)}
         _register()
+
+    @classmethod
+    def _of(cls, tensors: dict[str, Any]) -> NamedTensors:
+        """Those of tensors that were checked, sorted by name."""
+        named = cls.__new__(cls)
+        named.tensors = tensors
+        _register()
+        return named
 
     def __repr__(self) -> str:  # type: ignore[override]
         shown = (f"{name}: {one.dtype} {[*one.shape]}" for name, one in self.tensors.items())
         return f"NamedTensors({', '.join(shown)})"
 
     def __reduce__(self) -> Any:
-        return NamedTensors, (self.tensors,)
+        return NamedTensors._of, (self.tensors,)
 
     @classmethod
     def __torch_function__(
@@ -60,14 +85,14 @@ class NamedTensors(_Base):
             return torch.utils._pytree.tree_map(its_own, given, is_leaf=_is_named)
 
         calls = {name: of_name(name) for name in first.tensors}
-        return cls({name: func(*args, **kwargs) for name, (args, kwargs) in calls.items()})
+        return cls._of({name: func(*args, **kwargs) for name, (args, kwargs) in calls.items()})
 
     @property
     def _first(self) -> Tensor:
         return next(iter(self.tensors.values()))
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> NamedTensors:
-        return NamedTensors({name: function(one) for name, one in self.tensors.items()})
+        return NamedTensors._of({name: function(one) for name, one in self.tensors.items()})
 
     def __len__(self) -> int:
         return len(self._first)
@@ -128,7 +153,7 @@ class NamedTensors(_Base):
         """The slices along a dimension."""
         slices = {name: one.unbind(dim) for name, one in self.tensors.items()}
         return tuple(
-            NamedTensors(dict(zip(slices, entry, strict=True)))
+            NamedTensors._of(dict(zip(slices, entry, strict=True)))
             for entry in zip(*slices.values(), strict=True)
         )
 
@@ -143,7 +168,7 @@ def _register() -> None:
     torch.utils._pytree.register_pytree_node(
         NamedTensors,
         lambda named: ([*named.tensors.values()], [*named.tensors]),
-        lambda values, names: NamedTensors(dict(zip(names, values, strict=True))),
+        lambda values, names: NamedTensors._of(dict(zip(names, values, strict=True))),
         serialized_type_name="fedsim.named_tensors.NamedTensors",
     )
 
@@ -160,7 +185,7 @@ def by_name(function: Callable[[Tensor], Any], x: Tensor) -> Any:
     return function(x)
 
 
-def require_names(names: Any, where: str) -> None:
+def require_names(names: Iterable[object], where: str) -> None:
     """Refuse names of inputs by which no forward could take them.
 
     Raises
