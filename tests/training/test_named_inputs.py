@@ -177,6 +177,11 @@ def test_each_method_gives_each_examples_own_gradient(name):
     theta = trainer.packing.pack(trainer.initial()[None])[0]
     for method in methods:
         rows, losses = method.of_client(theta, x, y)
+        if method.takes_blocks:  # two clients at once, as on a GPU
+            halves = data.inputs(index.view(2, 3), torch.float64)
+            block, _ = method.block_rows(theta.expand(2, -1), halves, y.view(2, 3))
+            both = block.dense().flatten(0, 1)
+            torch.testing.assert_close(both, rows.dense()[0], rtol=1e-9, atol=1e-12)
         for j in range(6):
             batch, target = batch_of(data, np.array([j]))
             looped = copy.deepcopy(model)
