@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import optional_packages
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, printable
 from fedsim.registry import register
 from fedsim.settings import check_settings
@@ -129,6 +130,7 @@ def _no_progress_bar(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@check_arguments
 def give_logits(model: Any) -> None:
     """Make a model that is, or contains, one of `transformers` return its logits alone, in place.
 

@@ -109,7 +109,7 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
             {"widths": "9"},
             "model.widths is not a setting of 'softmax'; it takes bias.",
         ),
-        ("softmax", {"dtype": torch.float16}, "must be float32 or float64"),
+        ("softmax", {"dtype": torch.float16}, "must be float32, float64 or bfloat16"),
         ("nets.py/x:Net", {}, "written module:name"),
         ("no_such_module_here:Net", {}, "neither a file no_such_module_here.py in"),
         ("torch.nn:NoSuchThing", {}, "'torch.nn' has no callable 'NoSuchThing'"),
