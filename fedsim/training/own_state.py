@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MemberDescriptorType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -161,6 +161,9 @@ class OwnState:
     def _save(self, attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> _SavedAttributes:
         entries, copies = _own_entries(attributes), {}
         for name, value in entries.items():
+            if type(value) in _NEVER_CHANGES:
+                copies[name] = value
+                continue
             count = len(memo)
             try:
                 copies[name] = copy.deepcopy(value, memo)
@@ -221,18 +224,24 @@ def _untrained_parameters(
     return parameters
 
 
+@cache
+def _slots_of(kind: type[Any]) -> Mapping[str, MemberDescriptorType]:
+    """Descriptors of a class's `__slots__`, by name."""
+    return {
+        name: member
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    }
+
+
 class _Slots(MutableMapping[str, Any]):
     """An object's attributes in `__slots__`, as a mapping like its `__dict__`."""
 
     def __init__(self, owner: object) -> None:
-        self._owner = owner
-        self._members = {
-            name: member
-            for base in type(owner).__mro__
-            if "__slots__" in vars(base)
-            for name, member in vars(base).items()
-            if isinstance(member, MemberDescriptorType)
-        }
+        self._owner, kind = owner, cast(Any, type(owner))
+        self._members = _slots_of(kind)
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -255,7 +264,9 @@ class _Slots(MutableMapping[str, Any]):
 
 def _attributes(owner: object) -> list[MutableMapping[str, Any]]:
     """Mappings that hold an object's attributes."""
-    attributes: list[MutableMapping[str, Any]] = [getattr(owner, "__dict__", {}), _Slots(owner)]
+    attributes: list[MutableMapping[str, Any]] = [getattr(owner, "__dict__", {})]
+    if _slots_of(cast(Any, type(owner))):
+        attributes.append(_Slots(owner))
     if isinstance(owner, partial):
         attributes.append(owner.keywords)
     if isinstance(owner, nn.Module):
