@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV_INSTALLED): $(INSTALLED)
-	@echo "Adding the developers' tools to $(VENV): some tens of MB."
+	@echo "Adding the developers' tools to $(VENV): some hundred MB."
 	$(PIP) --quiet 'pip>=25.1'  # the first to know dependency groups
 	$(PIP) -e '.[all]' --group dev
 	@touch $@

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ from fedsim.errors import FedsimError
 from fedsim.models import build, give_logits, values_of
 from fedsim.runs.export import export_adapter
 
-transformers = pytest.importorskip("transformers")
+if find_spec("transformers") is None:
+    pytest.skip("needs transformers", allow_module_level=True)
 
 TOKENS, LENGTH, CLIENTS = 23, 7, 6
 COMMON = [
@@ -39,6 +41,8 @@ PRIVATE = {
 
 
 def llama(classes: int = 0) -> nn.Module:
+    import transformers  # seconds, which collecting the tests does not wait for
+
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
         vocab_size=TOKENS,
@@ -55,6 +59,8 @@ def llama(classes: int = 0) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
+    import transformers
+
     torch.manual_seed(1)
     config = transformers.GPT2Config(
         vocab_size=TOKENS, n_positions=16, n_embd=16, n_layer=2, n_head=2,
@@ -159,7 +165,7 @@ def test_a_transposed_layer_of_gpt2_takes_an_adapter_as_a_linear_layer_does() ->
 def test_checkpointed_layers_give_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: list[str]
 ) -> None:
-    monkeypatch.setattr(transformers.modeling_utils, "checkpoint", counted := Counted())
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", counted := Counted())
     common = [f"adapter.targets={LLAMA}", "rounds=1", *private]
     model = llama()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -264,6 +270,8 @@ def test_a_folders_own_code_is_not_run(folder: Path) -> None:
 def test_a_base_in_bfloat16_is_peft_s_own_under_the_same_adapter(
     tmp_path: Path, private: list[str]
 ) -> None:
+    import transformers
+
     peft = pytest.importorskip("peft")
     name = f"adapter.targets={LLAMA}"
     ours = run(tmp_path / "run", name, "model.dtype=bfloat16", *private, model=llama())
@@ -287,6 +295,8 @@ def test_a_base_in_bfloat16_is_peft_s_own_under_the_same_adapter(
 def test_a_classifier_takes_tokens_and_their_mask_by_name(
     tmp_path: Path, others: list[str]
 ) -> None:
+    import transformers
+
     torch.manual_seed(1)
     settings = transformers.BertConfig(
         vocab_size=TOKENS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
