@@ -41,6 +41,7 @@ class HuggingFaceModel:
     """
 
     name: str = "hf"
+    """'hf:' and the folder of the model's config and weights."""
     gradient_checkpointing: bool = False
     """Whether layers are computed again in the backward pass, in place of being kept in memory."""
 
