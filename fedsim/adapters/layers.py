@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
+from fedsim.models.modules import has_hooks
 from fedsim.named_tensors import each
 from fedsim.randomness import Purpose, Randomness
 
@@ -246,8 +247,7 @@ def _obstacle(name: str, layer: nn.Module, places: list[str], model: nn.Module) 
     for other, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own_ids and not other.startswith(prefix):
             return f"whose weight is tied to '{other}'"
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
-    if any(hooks) or "forward" in vars(layer):
+    if has_hooks(layer) or "forward" in vars(layer):
         return "which has hooks or a forward of its own"
     return ""
 

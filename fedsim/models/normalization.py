@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
+from fedsim.models.modules import is_torchs_own
 
 
 @check_arguments
@@ -49,13 +51,13 @@ def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
             continue
         validate = ModuleValidator.VALIDATORS.get(type(module))
         where, was = name or "itself", type(module).__name__
-        if validate is None:
+        if validate is not None and not validate(module):
+            continue
+        if validate is None or not is_torchs_own(module):
             raise FedsimError(
                 f"model.fix = true, but fedsim cannot replace {where} ({was}); it must be one of "
-                "torch.nn's own layers, or you must replace it yourself."
+                "torch.nn's own layers, without hooks, or you must replace it yourself."
             )
-        if not validate(module):
-            continue
         if module not in cured_layers:
             cured = cured_layers[module] = _replacement(module)
             sentences.append(f"model.fix: {where} is now {cured}, instead of {was}.")
@@ -82,7 +84,7 @@ STATISTICS = ("running_mean", "running_var")
 
 KEEP_FIXED = (
     "keep them as they are: put these layers in evaluation mode, by their eval(), when the model "
-    "is made"
+    "is made (others than torch.nn's own: by a train() of the model's own, in which they stay so)"
 )
 """Advice for layers whose features `fix_normalisation` would replace."""
 
@@ -122,7 +124,8 @@ class FixedBatchNorm(nn.Module):
 def keep_statistics(model: nn.Module) -> list[str]:
     """Replace each BatchNorm that is in evaluation mode by a `FixedBatchNorm`.
 
-    Layers are also taken that a ``train`` of the model's own leaves in evaluation mode.
+    Layers are also taken that a ``train`` of the model's own leaves in evaluation mode; others
+    than torch's own (a subclass that also activates, one with hooks) are left as they are.
 
     Parameters
     ----------
@@ -140,13 +143,18 @@ def keep_statistics(model: nn.Module) -> list[str]:
     fixed: dict[nn.Module, nn.Module] = {}
     names = []
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        is_fixed = isinstance(module, _BatchNorm) and (name in stays or not module.training)
+        is_fixed = _is_torchs(module) and (name in stays or not module.training)
         if name and is_fixed and module.running_mean is not None and module not in fixed:
             fixed[module] = FixedBatchNorm(module)
         if module in fixed:  # perhaps under a second name
             model.set_submodule(name, fixed[module])
             names.append(name)
     return names
+
+
+def _is_torchs(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether a module is a BatchNorm and nothing else: a subclass may also activate, say."""
+    return isinstance(module, _BatchNorm) and is_torchs_own(module)
 
 
 class LocalBatchNorm(nn.Module):
@@ -173,6 +181,12 @@ class LocalBatchNorm(nn.Module):
                 f"model module '{name}' is a {type(layer).__name__} without {lacking}, so that a "
                 "client would evaluate an example by the others of its batch; it must have "
                 "track_running_stats=True and a momentum."
+            )
+        if not _is_torchs(layer):
+            raise FedsimError(
+                f"model module '{name}' is a {type(layer).__name__} that does more than a "
+                "BatchNorm, or has hooks, which would be lost where clients keep its statistics; "
+                "it must be one of torch.nn's own layers."
             )
         self.momentum, self.eps = layer.momentum, layer.eps
         self.weight, self.bias = layer.weight, layer.bias
@@ -210,7 +224,7 @@ def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
     Raises
     ------
     FedsimError
-        If such a layer keeps no running statistics.
+        If such a layer keeps no running statistics, or is a subclass or has hooks.
     """
     local_layers: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):

@@ -20,6 +20,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
 from fedsim.mechanisms import Releaser
 from fedsim.mechanisms.bounded_values import joint_norm
+from fedsim.models.modules import has_hooks
 from fedsim.privacy import Accountant
 from fedsim.privacy.assumptions import large_delta
 from fedsim.privacy.manifest import signing_key
@@ -35,7 +36,6 @@ from fedsim.training.evaluation import WIDTH, evaluate_clients
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.structure.tables import has_hooks
 from fedsim.training.trainer_checks import loss_on
 
 TOO_NOISY = 0.05

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsim.models.modules import is_torchs_own
 from fedsim.rows.packing import channels_last, takes_channels_last
 from fedsim.training.data import ClientData
 from fedsim.training.side_effects import reproducible_arithmetic
-from fedsim.training.structure.tables import BY_EXAMPLE, is_torchs_own
+from fedsim.training.structure.tables import BY_EXAMPLE
 
 MAX_BYTES = 2**30
 """Most memory for the outputs of the examples that clients have; beyond it none are stored."""

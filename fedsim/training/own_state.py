@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
+from fedsim.models.modules import is_torchs_own
 from fedsim.tasks.losses import Loss, is_fedsims_own
-from fedsim.training.structure.tables import is_torchs_own
 from fedsim.training.structure.values import Writes, memory
 
 # Attributes of every module: its registries are saved separately, and hooks hold no data.

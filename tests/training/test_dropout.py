@@ -162,3 +162,56 @@ def test_no_mask_is_read_back(monkeypatch):
     y, weight = pretend(torch.zeros(1, 4, dtype=torch.int64)), pretend(torch.ones(1, 4).double())
     with NoReadingBack():
         trainer.path.gradient(theta, x, y, weight, draws)
+
+
+class Partly(nn.Module):
+    """Two layers of dropout, of which one may stay in evaluation mode, or write in place."""
+
+    def __init__(self, *, off, inplace=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.flat, self.first, self.last = nn.Flatten(), nn.Linear(36, 12), nn.Linear(12, 3)
+        self.drop, self.other, self.off = nn.Dropout(0.5, inplace), nn.Dropout(0.5), off
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.off:
+            self.other.eval()
+        return self
+
+    def forward(self, x):
+        h = self.first(self.flat(x))
+        return self.last(self.other(self.drop(h) + h))
+
+
+@pytest.mark.parametrize(("off", "inplace"), [(True, False), (False, True), (True, True)])
+def test_a_layer_that_stays_off_drops_nothing_and_one_in_place_writes_to_its_inputs(off, inplace):
+    path = trainer_of(Partly(off=off, inplace=inplace).double()).path
+    assert isinstance(path, DropoutPath)
+    key, counter = torch.tensor([[1, 2]]), torch.tensor([[5, 6, 7]])
+    x, y = torch.randn(1, 4, 36, dtype=torch.float64), torch.randint(3, (1, 4))
+    weight = torch.ones(1, 4, dtype=torch.float64)
+    model = Partly(off=off, inplace=inplace).double()
+    theta = path.packing.pack(torch.cat([p.detach().flatten() for p in model.parameters()])[None])
+    _, losses = path.gradient(theta, x, y, weight, (key, counter))
+    first, second = uniforms_at(key, counter, 4 * 24)[0].view(2, 4, 12)
+    h = model.first(x[0])
+    dropped = h * (first >= 0.5) / 0.5
+    h = dropped + (dropped if inplace else h)
+    h = h if off else h * (second >= 0.5) / 0.5
+    expected = cross_entropy(model.last(h), y[0], reduction="none")
+    torch.testing.assert_close(losses[0], expected.detach())
+
+
+def test_examples_gradients_leave_out_dropout_that_a_model_keeps_off():
+    torch.manual_seed(1)
+    model = Partly(off=True).double()
+    model.drop = nn.Identity()
+    rows = []
+    for twin in (model, Partly(off=False).double()):
+        if twin is not model:
+            twin.drop = twin.other = nn.Identity()
+        trainer = trainer_of(twin, path="auto", privacy=ExamplePrivacy(Clipping(0.3), 0.0))
+        assert trainer.rounds.private.method.name == "factored"
+        rows.append(next(iter(trainer.train(trainer.initial(), np.array([0, 1]), 1))).rows)
+    torch.testing.assert_close(rows[0], rows[1])

@@ -15,7 +15,12 @@ import fedsim
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
-from fedsim.models import keep_statistics, refuse_running_statistics
+from fedsim.models import (
+    fix_normalisation,
+    keep_statistics,
+    localise,
+    refuse_running_statistics,
+)
 from fedsim.randomness import Randomness
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.probe import Probe, gradient_methods
@@ -175,3 +180,36 @@ def test_a_private_run_keeps_the_statistics_that_a_model_came_with(privacy, tmp_
     assert any(
         "by structure" in line for s in saved.record.statements for line in s.sentences()
     ) == ("client.mechanism.name" in privacy)
+
+
+class Activated(nn.BatchNorm2d):
+    """A subclass that also activates, as some packages' layers do."""
+
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+def with_hook():
+    layer = nn.BatchNorm2d(2)
+    layer.register_forward_hook(lambda module, inputs, outputs: outputs.relu())
+    return layer
+
+
+def with_a_forward_of_its_own():
+    layer = nn.BatchNorm2d(2)
+    layer.forward = torch.relu
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: Activated(2), with_hook, with_a_forward_of_its_own])
+def test_a_layer_that_does_more_than_normalise_is_not_replaced_by_one_that_does_not(make):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), make(), nn.Conv2d(2, 2, 3)).eval()
+    x = torch.randn(4, 1, 8, 8)
+    before = model(x)
+    assert keep_statistics(model) == []
+    assert torch.equal(model(x), before)
+    with pytest.raises(FedsimError, match=r"'1' is a .* more than a BatchNorm, or has hooks"):
+        localise(model, ["1.weight", "1.bias"])
+    with pytest.raises(FedsimError, match=r"cannot replace 1 .* own layers, without hooks"):
+        fix_normalisation(model)
+    assert torch.equal(model(x), before)

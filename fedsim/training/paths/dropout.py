@@ -37,18 +37,22 @@ class MaskedProduct(nn.Module):
     ----------
     p : float
         Probability with which a number is dropped.
+    inplace : bool
+        Whether it writes into its inputs, which the forward may use again.
     shape : sequence of int
         Shape of one example's inputs.
     """
 
-    def __init__(self, p: float, shape: Sequence[int]) -> None:
+    def __init__(self, p: float, inplace: bool, shape: Sequence[int]) -> None:
         super().__init__()
-        self.p, self.shape = p, tuple(shape)
+        self.p, self.inplace, self.shape = p, inplace, tuple(shape)
         self.mask: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The numbers that are kept, divided by the probability with which they are."""
-        return x if self.mask is None else x * self.mask
+        if self.mask is None:
+            return x
+        return x.mul_(self.mask) if self.inplace else x * self.mask
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,12 @@ class DropoutPath(FuncPath):
             if node.op != "call_module":
                 continue
             module, value = structure.module.get_submodule(str(node.target)), node.meta["value"]
-            if type(module) is not nn.Dropout or not 0 < module.p < 1:
+            if type(module) is not nn.Dropout or module.p == 1:
                 continue
             if node.target in layers or not isinstance(value, Batched) or value.axis != 0:
                 return None
-            layers[str(node.target)] = MaskedProduct(module.p, value.like.shape[1:])
+            shape = value.like.shape[1:]
+            layers[str(node.target)] = MaskedProduct(module.p, module.inplace, shape)
         if not layers:
             return None
         # A copy of the containers: all other layers stay those of the graph that was read.

@@ -35,10 +35,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from fedsim.models.modules import has_hooks, is_torchs_own
 from fedsim.named_tensors import by_name, without_names
 from fedsim.tasks.losses import ExampleLoss, Loss
 from fedsim.training.structure.functions import apply_rule
-from fedsim.training.structure.tables import FUNCTIONS, METHODS, has_hooks, is_torchs_own, rule_of
+from fedsim.training.structure.tables import FUNCTIONS, METHODS, rule_of
 from fedsim.training.structure.values import (
     BATCH,
     Batched,
@@ -157,6 +158,8 @@ def _read_model(
     for name, module in copied.named_modules():
         if has_hooks(module):
             raise NotReadError(f"module '{name}' has hooks, which are not in a graph")
+        if not module.training:
+            _keep_off(name, module)
     if isinstance(x, dict) and (missing := x.keys() - signature(model.forward).parameters.keys()):
         raise NotReadError(f"forward does not name its input '{min(missing)}'")
     graph, outputs = _traced(copied, x if isinstance(x, dict) else [x], device)
@@ -169,6 +172,20 @@ def _read_model(
     if unused_names:
         raise NotReadError(f"parameter '{unused_names[0]}' is not used")
     return Structure(module.train(model.training), outputs)
+
+
+def _keep_off(name: str, module: nn.Module) -> None:
+    """Write into a module that it drops nothing, as by its mode: a graph's modules change theirs.
+
+    A model may leave some of its modules in evaluation mode while it trains, by a ``train`` of its
+    own.
+    """
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+    elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        module.dropout = 0.0
+    elif isinstance(module, nn.RReLU):
+        raise NotReadError(f"module '{name}' stays in evaluation mode")
 
 
 def _take_by_name(graph: fx.Graph, inputs: dict[str, Batched]) -> None:

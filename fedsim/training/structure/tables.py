@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedsim.models.modules import is_torchs_own
 from fedsim.models.normalization import FixedBatchNorm
 from fedsim.training.structure.functions import (
     Rule,
@@ -182,26 +183,6 @@ BY_EXAMPLE = (
     FixedBatchNorm,
 )
 """Modules whose output for an example is a function of that example alone, without random draws."""
-
-
-def is_torchs_own(module: nn.Module) -> bool:
-    """Whether a module is an unmodified one of torch's: without hooks or a forward of its own."""
-    return (
-        type(module).__module__.startswith("torch.nn.modules.")
-        and "forward" not in vars(module)
-        and not has_hooks(module)
-    )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something is called before or after the module."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(hooks)
 
 
 def rule_of(module: nn.Module) -> Rule | None:
