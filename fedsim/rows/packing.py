@@ -14,7 +14,6 @@ block. Exponentials, logarithms, roots and the four basic operations have the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,25 +23,6 @@ from fedsim.lazy import Tensor, torch
 from fedsim.rows.layout import Layout
 
 LINE = 64  # bytes
-
-
-def channels_last(images: Tensor) -> Tensor:
-    """Copy of ``[B, C, H, W]`` in channels-last memory format, which is faster on a CPU.
-
-    Unlike with ``contiguous``, the strides are channels-last even for one channel, and the layers
-    that follow keep the format.
-    """
-    return torch.empty_like(images, memory_format=torch.channels_last).copy_(images)
-
-
-def takes_channels_last(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether torch computes all of a model's convolutions correctly in channels-last format.
-
-    For one channel, channels-last strides are channels-first strides too. With AVX-512, oneDNN (as
-    of torch 2.15) then reads wrong numbers if a stride leaves a single column of outputs.
-    """
-    convolutions = (module for module in modules if isinstance(module, torch.nn.Conv2d))
-    return all(module.in_channels > 1 or module.stride[1] == 1 for module in convolutions)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsim.models.memory_format import ViewsOfAnyFormat, channels_last, takes_channels_last
 from fedsim.models.modules import is_torchs_own
-from fedsim.rows.packing import channels_last, takes_channels_last
 from fedsim.training.data import ClientData
 from fedsim.training.side_effects import reproducible_arithmetic
 from fedsim.training.structure.tables import BY_EXAMPLE
@@ -150,5 +150,6 @@ def _stem_outputs(row: Tensor, stem: nn.Module, data: ClientData, examples: Tens
         x = data.inputs(padded, outputs.dtype)
         if is_reordered and x.dim() == 4:
             x = channels_last(x)
-        outputs[start : start + len(chunk)] = stem(x)[: len(chunk)]
+        with ViewsOfAnyFormat():
+            outputs[start : start + len(chunk)] = stem(x)[: len(chunk)]
     return outputs

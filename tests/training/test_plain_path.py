@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from fedsim.rows import Layout
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 from fedsim.training.own_state import OwnState
 from fedsim.training.paths.examples import SingleExampleMethod
+from fedsim.training.paths.plain import PlainPath
 from fedsim.training.side_effects import Seeds
 
 EXAMPLES, STEPS = 7, 4
@@ -222,3 +224,49 @@ def test_what_is_computed_again_in_the_backward_pass_is_at_the_same_point() -> N
         found += [trainer.packing.unpack(gradient.dense())[0], rows.tensor[0].sum(0)]
     for gradient in found[1:]:
         torch.testing.assert_close(gradient, found[0], rtol=0, atol=1e-12)
+
+
+class Digits(nn.Module):
+    """As in most tutorials: convolutions, then a view, and with ``twice`` one that is no chain."""
+
+    def __init__(self, flatten: Callable[[Tensor], Tensor], twice: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
+        self.hidden, self.last = nn.Linear(24, 8), nn.Linear(8, 3)
+        self.flatten, self.twice = flatten, twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first(x)), 2)
+        h = F.relu(self.second(x))
+        h = F.max_pool2d(h + F.relu(h) if self.twice else h, 2)
+        return self.last(F.relu(self.hidden(self.flatten(h))))
+
+
+VIEWS = {
+    "view": lambda x: x.view(-1, 24),
+    "of one size": lambda x: x.view(x.size(0), -1),
+    "as another": lambda x: x.view_as(x.flatten(1)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("privacy", [None, ExamplePrivacy(Clipping(1.0), 1.0)])
+def test_a_model_may_view_what_convolutions_give(view, twice, frozen, privacy) -> None:
+    data = ClientData(torch.rand(12, 1, 8, 8), torch.arange(12) % 3, [np.arange(12)])
+    rows, outputs = [], []
+    for flatten in (view, lambda x: x.flatten(1)):
+        model = Digits(flatten, twice)
+        for layer in (model.first, model.second):
+            layer.requires_grad_(not frozen)
+        trainer = Trainer(
+            model, SGD(lr=0.1), data, batch_size=4, privacy=privacy, randomness=Randomness(1)
+        )
+        (block,) = trainer.train(trainer.initial(), np.arange(1), 1)
+        rows.append(block.rows)
+        plain = PlainPath(trainer.model, trainer.packing, trainer.trained.loss)
+        outputs.append(plain.outputs(trainer.packing.pack(trainer.initial()[None]), data.x[None]))
+    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-6)

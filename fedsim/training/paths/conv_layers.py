@@ -30,7 +30,7 @@ from fedsim.kernels.convolutions import (
     is_compiled,
     weight_gradient,
 )
-from fedsim.rows.packing import channels_last, takes_channels_last
+from fedsim.models.memory_format import channels_last, takes_channels_last
 
 # Convolution outputs per window times kernel size, from which on sums over winners take less time
 # than products over all positions, on each processor that was measured. With AVX2 they take .3 to

@@ -30,11 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
+from fedsim.models.memory_format import ViewsOfAnyFormat, channels_last, takes_channels_last
 from fedsim.models.parameters import call_with
 from fedsim.rows import LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.factored import Squares
-from fedsim.rows.packing import Packing, channels_last, takes_channels_last
+from fedsim.rows.packing import Packing
 from fedsim.training.paths.conv_layers import is_plain
 from fedsim.training.paths.examples import BY_STRUCTURE, ExampleBlock, GradientMethod
 from fedsim.training.paths.losses import prepare_losses
@@ -270,7 +271,7 @@ class HookMethod(GradientMethod):
             calls[name] = inputs, output
             return output
 
-        with torch.enable_grad(), self._hooked(note):
+        with torch.enable_grad(), self._hooked(note), ViewsOfAnyFormat():
             losses = self.loss(call_with(self.model, leaves, x), y)
             own = [calls[name] for name, _ in self.layers]
             deltas = torch.autograd.grad(losses.sum(), [output for _, output in own])

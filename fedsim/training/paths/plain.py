@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
+from fedsim.models.memory_format import ViewsOfAnyFormat, channels_last, takes_channels_last
 from fedsim.models.parameters import call_with, with_parameters
-from fedsim.rows.packing import Packing, channels_last, takes_channels_last
+from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss, NumberLoss
 from fedsim.training.gradients import BlockOfOne, ParameterGradients, RowViews
 from fedsim.training.own_state import OwnState
@@ -121,7 +122,12 @@ class PlainPath:
             # touched.
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
             seed = seeds[k] if seeds else None
-            with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
+            with (
+                torch.enable_grad(),
+                seeded(seed, theta.device),
+                self.state.restored(),
+                self._format(),
+            ):
                 b = int(torch.count_nonzero(weight[k]))  # padding comes after real examples
                 client = partial(self._of_leaves, leaves, x[k, :b], y[k, :b], weight[k, :b])
                 losses[k, :b], gradients = with_parameters(self.model, leaves, client)
@@ -166,7 +172,7 @@ class PlainPath:
         For a batch ``[B, ...]`` without padding, at ``theta [1, D]``; ``loss`` is from `loss_of`.
         """
         loss, parameters = self.loss if loss is None else loss, self._binding.parameters
-        with self._binding.at(theta) as views, torch.enable_grad():
+        with self._binding.at(theta) as views, torch.enable_grad(), self._format():
             self._binding.refresh(views)
             losses = loss(self.model(self._aligned(x)), y)
             # The weights are the gradient of the weighted sum with respect to the losses.
@@ -203,7 +209,8 @@ class PlainPath:
             examples = inputs if counts is None else inputs[: counts[k]]
             # A model that writes to its parameters must not write to those that are evaluated.
             point = point if self.state.stateless else point.clone()
-            with seeded(seeds[k] if seeds else None, theta.device), self.state.restored():
+            seed = seeds[k] if seeds else None
+            with seeded(seed, theta.device), self.state.restored(), self._format():
                 values = call_with(self.model, self._named(point), self._aligned(examples))
             padding = values.new_zeros(len(inputs) - len(examples), *values.shape[1:])
             outputs.append(torch.cat([values, padding]) if len(padding) else values)
@@ -216,6 +223,9 @@ class PlainPath:
         narrow = (isinstance(m, nn.GroupNorm) and m.num_channels < WIDE_NORM for m in modules)
         convolves = any(isinstance(m, nn.Conv2d) for m in modules)
         return convolves and not any(narrow) and takes_channels_last(modules)
+
+    def _format(self) -> AbstractContextManager[object]:
+        return ViewsOfAnyFormat() if self._channels_last else nullcontext()
 
     def _aligned(self, x: Tensor) -> Tensor:
         """One client's inputs, copied to an aligned address: bits must not depend on position."""
