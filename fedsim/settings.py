@@ -91,7 +91,7 @@ def read_weights(value: object) -> tuple[float, ...]:
 
 def write_weights(weights: Iterable[float]) -> str:
     """Weights in the form that `read_weights` reads."""
-    return ",".join(f"{weight:.17g}" for weight in weights)
+    return ",".join(repr(float(weight)).removesuffix(".0") for weight in weights)
 
 
 @dataclass(frozen=True)

@@ -476,11 +476,12 @@ def _check_scheduled(message: Message, config: RunConfig, client: int) -> None:
     The node simulates the schedule from the run's settings. So it is asked for at most
     ``cohort.participations`` releases, ``cohort.separation`` apart, which the charge counts on.
     """
+    from fedsim.federation.engines.client_app import round_of  # needs torch
+
     schedule = declared_schedule(config, cohort(config))
     if schedule is None:
         return
-    entries = [record.get("server-round") for record in message.content.config_records.values()]
-    number = next((entry for entry in entries if isinstance(entry, int)), 0)
+    number = round_of(message)
     if not 1 <= number <= config.rounds or client not in schedule.starting(number)[0]:
         raise _refusal(
             f"the server asks for an update in round {number}, in which the schedule of "

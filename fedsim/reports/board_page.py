@@ -289,7 +289,8 @@ class _Words:
                     "anybody's data."
                 )
         facts = public_facts(statement.entries, statement.level, statement.run)
-        return sentences + [fact for fact in facts if fact in DECLARED_SENTENCES.values()]
+        sentences += [fact for fact in facts if fact in DECLARED_SENTENCES.values()]
+        return [*sentences, *filter(None, [statement.added_sentence])]
 
     def _not_covered(self) -> list[str]:
         return [

@@ -260,9 +260,17 @@ def publish(saved: SavedRun, out: Path, client_noun: str = "") -> Path:
         )
     simulated = any(statement.simulated for statement in statements)
     if simulated:
+        statements = [replace(s, head="") for s in statements]
+    # Reports are not imported here: they are a layer above.
+    page = resolve_name("fedsim.reports.board_page:board_page")(
+        saved.config.title or saved.config.name,
+        statements,
+        client_noun or saved.record.client_noun or "client",
+        examples_too=len(statements) < len(covered),
+    )
+    if simulated:
         statements = [
-            replace(s, head="", added_sentence=f"{s.added_sentence} {_NO_HEAD}".strip())
-            for s in statements
+            replace(s, added_sentence=f"{s.added_sentence} {_NO_HEAD}".strip()) for s in statements
         ]
     weights = saved.weights  # read before anything is written
     with _new_directory(out) as draft:
@@ -277,13 +285,6 @@ def publish(saved: SavedRun, out: Path, client_noun: str = "") -> Path:
         ]
         texts += [_EXAMPLES_TOO] if len(statements) < len(covered) else []
         (draft / "statement.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-        # Reports are not imported here: they are a layer above.
-        page = resolve_name("fedsim.reports.board_page:board_page")(
-            saved.config.title or saved.config.name,
-            statements,
-            client_noun or saved.record.client_noun or "client",
-            examples_too=len(statements) < len(covered),
-        )
         (draft / "statement.html").write_text(page, encoding="utf-8")
         facts = [{k: v for k, v in s.to_dict().items() if k != "ledger"} for s in statements]
         (draft / "statement.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

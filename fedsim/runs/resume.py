@@ -77,6 +77,7 @@ def resumed_config(
             state.round,
         )
     _refuse_other_plan(start, resumed, directory.path)
+    _refuse_hidden_metrics(start, resumed, directory.path)
     has_state = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):
         # The clients' state is in a directory of these names.
@@ -112,6 +113,16 @@ def _refuse_other_plan(start: Flat, resumed: RunConfig, path: Path) -> None:
             f"rounds = {resumed.rounds}; it must be {start['rounds']} as it was when the run in "
             f"{path} began: its rounds were planned and charged together before the first "
             "(noise.name, cohort.name, stop.metric, stop.callbacks), and nothing extends them."
+        )
+
+
+def _refuse_hidden_metrics(start: Flat, resumed: RunConfig, path: Path) -> None:
+    """Refuse to resume a run so that its statement would not tell of metrics without noise."""
+    if resumed.protects and start.get("evaluate.unprotected") and not resumed.evaluate.unprotected:
+        raise FedsimError(
+            f"evaluate.unprotected = false; it must be true as it was when the run in {path} "
+            "began: its metrics.csv has metrics of clients' data without noise, which its "
+            "statement must name; evaluate.clients-every = 0 ends the evaluations by clients."
         )
 
 

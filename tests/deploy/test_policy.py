@@ -205,6 +205,11 @@ def test_a_node_answers_only_requests_that_are_in_the_public_schedule(tmp_path, 
             continue
         with pytest.raises(FedsimError, match=f"in round {number}, in which the schedule of"):
             trains(tmp_path, monkeypatch, "", run, round=number)
+    # The round that counts is the one that is trained, whatever else the message has.
+    other = next(number for number in range(1, 7) if number not in rounds)
+    decoy = {"a": ConfigRecord({"server-round": rounds[0]})}
+    with pytest.raises(FedsimError, match=f"in round {other}, in which the schedule of"):
+        trains(tmp_path, monkeypatch, "", run, round=other, records=decoy)
 
 
 @pytest.mark.parametrize(
@@ -651,7 +656,9 @@ def test_a_budget_that_is_none_lets_nobody_in(tmp_path, policy):
         Policy.load(node(tmp_path, policy))
 
 
-def trains(tmp_path, monkeypatch, policy: str, run: RunConfig, round: int = 1) -> Message:
+def trains(
+    tmp_path, monkeypatch, policy: str, run: RunConfig, round: int = 1, records=None
+) -> Message:
     """The reply of a node with forty examples of its own to an update's message."""
     draws = np.random.default_rng(0)
     x, y = draws.normal(size=(50, 4)).astype("float32"), draws.integers(0, 2, 50)
@@ -666,6 +673,7 @@ def trains(tmp_path, monkeypatch, policy: str, run: RunConfig, round: int = 1) -
     )
     content = RecordDict(
         {
+            **(records or {}),
             "config": ConfigRecord({"server-round": round}),
             "arrays": built.initial_arrays,
         }

@@ -162,3 +162,13 @@ def test_a_client_who_is_a_person_has_nobody_elses_data(tmp_path: Path) -> None:
     words = published(run_of(tmp_path, **CLIENTS, **ENTROPY), tmp_path, "patient")
     assert "Whether the data of one patient were used." in words
     assert "data of a person" not in words
+
+
+def test_what_a_run_assumes_of_devices_and_of_its_end_is_on_the_page(tmp_path: Path) -> None:
+    devices = {"devices.availability": 0.9, "devices.dropout": 0.1}
+    saved = run_of(tmp_path, **CLIENTS, **devices)
+    words = published(saved, tmp_path)
+    assert "devices, client.work" in saved.record.statements[0].added_sentence
+    assert saved.record.statements[0].added_sentence in words
+    assert words.index("What is assumed") < words.index("Which clients are available, drop out")
+    assert "the seed, and with it the noise, could be found" not in words  # of the full statement

@@ -387,3 +387,26 @@ def test_the_best_checkpoint_is_of_a_round_that_was_not_repeated(tmp_path, monke
     longer = config.replace(rounds=10)
     fedsim.run(longer, out=tmp_path / "run", resume=True)
     assert (checkpoints.rounds(), checkpoints.rounds("best")) == ([8, 10], [7, 10])
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [{"evaluate.clients-every": 0}, {"evaluate.private": True, "evaluate.multiplier": 3.0}],
+)
+def test_metrics_without_noise_of_earlier_rounds_stay_in_the_statement(hidden, tmp_path) -> None:
+    shown = {"evaluate.clients-every": 1, "evaluate.unprotected": True, "rounds": 2}
+    config, out = BASE.replace(**{**PLAN, **shown}), tmp_path / "run"
+    fedsim.run(config, out=out)
+    found = files_of(out)
+    with pytest.raises(FedsimError, match=r"evaluate.unprotected = false; it must be true as it"):
+        fedsim.run(
+            config.replace(**{"rounds": 4, "evaluate.unprotected": False, **hidden}),
+            out=out,
+            resume=True,
+        )
+    assert files_of(out) == found
+    quiet = fedsim.run(
+        config.replace(**{"rounds": 4, "evaluate.clients-every": 0}), out=out, resume=True
+    )
+    assert "clients-loss" not in quiet.metrics[-1]
+    assert "loss (means and quantiles) of clients' own evaluations" in str(quiet.privacy)

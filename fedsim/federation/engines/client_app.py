@@ -101,7 +101,7 @@ def client_app(
             trainer.join(run)
         _, arrays = _arrays(message)
         vector = trainer.layout.flatten(arrays.to_torch_state_dict())
-        (block,) = trainer.evaluate(vector, ids, _round(message))
+        (block,) = trainer.evaluate(vector, ids, round_of(message))
         metrics = metric_record(_reported(block.metrics))
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
@@ -133,7 +133,7 @@ def _fit(trainer: Trainer, message: Message, context: Context) -> tuple[LocalRes
     vector = trainer.received_layout.flatten(_arrays(message)[1].to_torch_state_dict())
     trainer.receive(_config(message))
     _require_declared(trainer.data.size(int(ids[0])), _config(message))
-    return trainer.fit(vector, ids, _round(message)), vector
+    return trainer.fit(vector, ids, round_of(message)), vector
 
 
 def _trained_share(
@@ -233,7 +233,8 @@ def _config(message: Message) -> dict[str, object]:
     return {key: value for record in records for key, value in record.items()}
 
 
-def _round(message: Message) -> int:
+def round_of(message: Message) -> int:
+    """The round that a client trains or evaluates in; 0 if the message says none."""
     value = _config(message).get("server-round")
     return value if isinstance(value, int) else 0
 
