@@ -35,6 +35,7 @@ from fedsim.federation.buffered.schedule import OpenTimes, ReleaseSchedule
 from fedsim.privacy.laws.buffered import Buffered
 from fedsim.privacy.laws.sampler import declared_population
 from fedsim.reports.plots import SERIES, curve_style, grid
+from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import drive
 
 HOUR = 3600.0
@@ -204,7 +205,7 @@ class Worth(ConfigRuns):
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Hours of the clock and test accuracy of every evaluated version."""
-        resolved = self.resolve(settings)
+        resolved = resolve(self.config_of(settings))
         seed, cohort = resolved.config.seed, resolved.plan.sampler
         assert isinstance(cohort, Buffered)
         population = declared_population(cohort)
