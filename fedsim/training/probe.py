@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 EXAMPLES = 5
 WATCHED = (0, 2, EXAMPLES - 1)  # first, middle and last
 TOLERANCE = 1e-5
-"""Relative tolerance for rounding, between batches of different sizes and between methods."""
+"""Relative tolerance for rounding in single precision; see `Probe._tolerance` for half."""
 
 SEED = 1
 
@@ -184,6 +184,13 @@ class Probe:
         ) from failure
 
     @property
+    def _tolerance(self) -> float:
+        """Tolerance between batches of different sizes: larger if the model has half precision."""
+        model = self.trained.model
+        numbers = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+        return max(TOLERANCE, *(8 * torch.finfo(number.dtype).eps for number in numbers))
+
+    @property
     def _theta(self) -> Tensor:
         """Parameters near the initial ones: layers that start at zero would hide what they do."""
         generator = torch.Generator().manual_seed(SEED)
@@ -230,7 +237,8 @@ class Probe:
                         f"({type(error).__name__}: {error}), so that it cannot be trained with "
                         "example-level privacy."
                     ) from error
-                self._require_same(quiet_results, single, j, 0, "how many examples there are")
+                number = "how many examples there are"
+                self._require_same(quiet_results, single, j, 0, number, self._tolerance)
 
     @staticmethod
     def _require_same(
@@ -239,11 +247,12 @@ class Probe:
         j: int,
         k: int,
         depends: str,
+        tolerance: float = TOLERANCE,
     ) -> None:
         for result_name, a, b in zip(("output", "loss"), first, second, strict=True):
             if a is None or b is None:
                 continue
-            if a.shape[1:] != b.shape[1:] or _distance(a[j], b[k]) > TOLERANCE * _size(a, b):
+            if a.shape[1:] != b.shape[1:] or _distance(a[j], b[k]) > tolerance * _size(a, b):
                 culprit = "model" if result_name == "output" else "model or its loss"
                 raise FedsimError(
                     f"the {culprit} mixes examples: the {result_name} of one depends on {depends}, "
@@ -268,7 +277,8 @@ class Probe:
         quiet_rows, _ = self._rows(method, batch, drawing=False)
         for j in range(EXAMPLES):
             single_row, _ = self._rows(reference, batch.only(j), drawing=False)
-            if _distance(quiet_rows[j], single_row[0]) > TOLERANCE * _size(single_row, quiet_rows):
+            size = _size(single_row, quiet_rows)
+            if _distance(quiet_rows[j], single_row[0]) > self._tolerance * size:
                 return "an example's gradient in a batch differs from that alone"
         return ""
 

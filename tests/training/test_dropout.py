@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -215,3 +217,18 @@ def test_examples_gradients_leave_out_dropout_that_a_model_keeps_off():
         assert trainer.rounds.private.method.name == "factored"
         rows.append(next(iter(trainer.train(trainer.initial(), np.array([0, 1]), 1))).rows)
     torch.testing.assert_close(rows[0], rows[1])
+
+
+def test_a_layer_that_drops_all_does_so_in_training_alone():
+    model = model_of()
+    model[6].p = 1.0
+    of_paths = {path: trainer_of(copy.deepcopy(model), path=path) for path in ("func", "plain")}
+    (evaluated,), (expected,) = (
+        trainer.evaluate(trainer.initial(), np.array([0, 1]), 1) for trainer in of_paths.values()
+    )
+    np.testing.assert_allclose(evaluated.metrics["loss"], expected.metrics["loss"])
+    (trained,) = of_paths["func"].train(of_paths["func"].initial(), np.array([0, 1]), 1)
+    assert torch.isfinite(trained.rows).all()
+    # All weights before the last layer's have no gradient, and its bias has one.
+    assert not trained.rows[:, :-3].any()
+    assert trained.rows[:, -3:].all()

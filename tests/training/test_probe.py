@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 
@@ -343,3 +344,37 @@ def test_a_model_that_cannot_be_tried_is_refused_with_its_error():
 
     with pytest.raises(FedsimError, match=r"made-up examples \(RuntimeError: on purpose\)"):
         private(make_mlp(12), loss=never)
+
+
+class InHalfPrecision(nn.Module):
+    """A frozen recurrent layer in bfloat16, of which batches of other sizes round otherwise."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.frozen = nn.GRU(4, 32, batch_first=True).bfloat16().requires_grad_(False)
+        self.head, self.share = nn.Linear(32, 3), share
+
+    def forward(self, x):
+        last = self.frozen(x.view(len(x), 3, 4).bfloat16())[0][:, -1].float()
+        return self.head(last) / (len(x) if self.share else 1)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_rounding_in_half_precision_is_told_from_mixed_examples(share):
+    torch.manual_seed(0)
+    model = InHalfPrecision(share)
+    x, own = torch.randn(5, 12), copy.deepcopy(model)
+    assert share or 1e-5 < (own(x)[:1] - own(x[:1])).abs().max() < 0.01
+
+    def make():
+        return Trainer(
+            model, SGD(lr=1.0), make_data(SIZES, 12), batch_size=4, steps=1,
+            randomness=Randomness(1, "ab"), privacy=ExamplePrivacy(Clipping(0.3), 0.0),
+        )  # fmt: skip
+
+    if share:
+        with pytest.raises(FedsimError, match="how many examples there are"):
+            make()
+        return
+    rows, _ = joined(make().train(make().initial(), np.arange(2), 1))
+    assert ((rows.norm(dim=1) > 0.01) & (rows.norm(dim=1) <= 0.3)).all()

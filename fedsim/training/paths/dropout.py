@@ -67,7 +67,7 @@ class DropoutPath(FuncPath):
             if node.op != "call_module":
                 continue
             module, value = structure.module.get_submodule(str(node.target)), node.meta["value"]
-            if type(module) is not nn.Dropout or module.p == 1:
+            if type(module) is not nn.Dropout:
                 continue
             if node.target in layers or not isinstance(value, Batched) or value.axis != 0:
                 return None
@@ -124,7 +124,10 @@ class DropoutPath(FuncPath):
         sizes = [batch * prod(layer.shape) for layer in layers]
         drawn = torch.split(uniforms_at(key, counter, sum(sizes)), sizes, dim=1)
         return [
-            (uniform >= layer.p).to(dtype).div_(1 - layer.p).view(len(key), batch, *layer.shape)
+            (uniform >= layer.p)
+            .to(dtype)
+            .div_(1 - layer.p or 1.0)
+            .view(len(key), batch, *layer.shape)
             for layer, uniform in zip(layers, drawn, strict=True)
         ]
 
