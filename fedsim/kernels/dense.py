@@ -147,8 +147,9 @@ class DenseKernel:
 class DensePass:
     """A pass of ``n`` clients: its inputs, and what a kernel computes from them.
 
-    C is given addresses only. They are those of tensors that are checked here, once, not in each
-    call, and kept.
+    C is given addresses only. They are those of tensors that are checked here, once, and kept.
+    Later calls check only that the tensors are still there: whoever has a gradient's factors has
+    these tensors too, and may have resized them.
 
     Parameters
     ----------
@@ -189,6 +190,7 @@ class DensePass:
 
         ``new`` may be ``old``; only the layers' parameters are written.
         """
+        self._require_in_place()
         kernel, n = self.kernel, self.n
         old_place = kernel.rows_place("rows", old, n)
         kernel.compiled.subtract(
@@ -206,6 +208,8 @@ class DensePass:
         kernel, n = self.kernel, self.n
         if other.kernel is not kernel or other.n != n:
             raise FedsimError("inner products are of two passes of one kernel and as many clients.")
+        for one in (self, other):
+            one._require_in_place()
         totals = torch.empty(n, dtype=kernel.dtype)
         square = kernel.batch**2
         scratch = torch.empty(2 * square, dtype=kernel.dtype)
@@ -222,6 +226,14 @@ class DensePass:
             scratch_place + square * scratch.itemsize,
         )
         return totals
+
+    def _require_in_place(self) -> None:
+        in_place = self.x.data_ptr() == self.x_place[0]
+        if not (in_place and self.buffers.data_ptr() == self.buffers_place):
+            raise FedsimError(
+                "the memory of a gradient's factors has been resized or replaced, which an "
+                "algorithm must not do."
+            )
 
     def values(self, layer: int) -> Tensor:
         """A layer's outputs ``[n, B, out]``."""

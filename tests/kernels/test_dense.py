@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tensor_bytes import same_bytes
 from torch import nn
 
+from fedsim.errors import FedsimError
 from fedsim.kernels import building, dense
 from fedsim.kernels.building import FUSED
 from fedsim.kernels.dense import DenseKernel, DenseShape, is_compiled, self_test
@@ -307,3 +308,27 @@ def test_any_activation_may_follow_the_last_compiled_layer(activation, dtype) ->
         )
         assert same_bytes(alone.dense(), together[client].dense())
         assert same_bytes(own_below, below[client])
+
+
+@compiled
+@pytest.mark.parametrize("size", [0, 2**24])
+@pytest.mark.parametrize("name", ["x", "delta"])
+def test_factors_whose_memory_was_resized_are_refused(name, size) -> None:
+    layers, packing = layers_of([20, 16, 7], [True, False], [True, False], torch.float32)
+    rows = packing.pack(torch.randn(2, packing.layout.d))
+    dense_layers = DenseLayers(layers, packing, compiled=True)
+
+    def gradient():
+        _, made, _ = passed(dense_layers, rows, torch.randn(2, 5, 20), torch.randn(2, 5, 7))
+        return made
+
+    untouched, resized = gradient(), gradient()
+    getattr(resized.factors[-1], name).untyped_storage().resize_(size)
+    for use in (
+        lambda: resized.subtract_from(rows, torch.ones(2)),
+        lambda: resized.norms(),
+        lambda: untouched.distance(resized),
+    ):
+        with pytest.raises(FedsimError, match="resized or replaced"):
+            use()
+    assert untouched.norms().isfinite().all()
