@@ -215,6 +215,33 @@ def test_nobody_is_twice_in_a_release_in_a_hundred_thousand_events() -> None:
         check_promises(schedule_of(seconds, 50_000 // buffer, concurrency=200, buffer=buffer))
 
 
+@pytest.mark.parametrize(
+    ("cohort", "column"),
+    [
+        ({"participations": 2}, {}),  # the cohort is charged for fewer than the schedule has
+        ({"separation": 3}, {}),
+        ({"buffer": 2}, {}),
+        ({"rounds": 9}, {}),
+        ({}, {"client_ids": 0}),  # one client in every place
+        ({}, {"versions": 10}),  # updates of models that are not made yet
+    ],
+)
+def test_a_schedule_on_which_the_charge_could_not_count_is_refused(
+    cohort: dict[str, int], column: dict[str, int]
+) -> None:
+    made = schedule_of(np.ones(8), 10, concurrency=6, buffer=3, participations=5)
+    columns = {name: np.full(len(made), value) for name, value in column.items()}
+    schedule = replace(made, cohort=replace(made.cohort, **cohort), **columns)
+    with pytest.raises(FedsimError, match=r"it must be made by ReleaseSchedule\.of"):
+        DPFedAvg(
+            mechanism=Clipping(1.0),
+            noise_multiplier=1.0,
+            cohort=schedule.cohort,
+            rounds=schedule.cohort.rounds,
+            availability=Availability(schedule=schedule),
+        )
+
+
 def test_clients_start_only_when_they_are_available() -> None:
     class Shifts(OpenTimes):
         """Half of the clients in turn, ten seconds each; nobody in every third turn."""

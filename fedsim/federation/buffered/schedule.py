@@ -125,6 +125,32 @@ class ReleaseSchedule:
             digest.update(column.tobytes())
         return digest.hexdigest()
 
+    def check(self) -> None:
+        """Refuse a schedule without its cohort's numbers, on which the charge counts.
+
+        Raises
+        ------
+        FedsimError
+        """
+        cohort, inside = self.cohort, self.releases > 0
+        order = np.lexsort((self.releases[inside], self.client_ids[inside]))
+        clients, releases = self.client_ids[inside][order], self.releases[inside][order]
+        gaps = np.diff(releases)[np.diff(clients) == 0]
+        sizes = np.bincount(releases, minlength=cohort.rounds + 1)[1:]
+        fits = (
+            (gaps >= cohort.separation).all()
+            and np.unique(clients, return_counts=True)[1].max(initial=0) <= cohort.participations
+            and len(sizes) == cohort.rounds
+            and (sizes == cohort.buffer).all()
+            and (self.versions[inside] < self.releases[inside]).all()
+        )
+        if not fits:
+            raise FedsimError(
+                f"schedule is none of its cohort, {cohort}: a client is in too many releases, or "
+                "in two that are too close, or a release has not cohort.buffer updates of earlier "
+                "versions; it must be made by ReleaseSchedule.of."
+            )
+
     def check_code(self, code: object) -> None:
         """Refuse the `code` of another schedule, with which a run began that is resumed.
 

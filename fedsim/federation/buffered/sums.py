@@ -266,6 +266,8 @@ def check_buffered(
             "availability.schedule must be given with a buffered cohort (cohort.name): "
             "ReleaseSchedule.of this cohort, whose number of rounds is that of the plan (rounds=)."
         )
+    if schedule is not None:
+        schedule.check()
     _check_mechanism(plan.mechanism)
     if algorithm is not None and (algorithm.sends or algorithm.receives):
         raise FedsimError(
