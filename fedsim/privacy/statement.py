@@ -250,10 +250,14 @@ class Statement:
             trusted(self.entries, self.level),
         ]
 
+    @property
+    def releases(self) -> int:
+        """Number of releases; each of several rounds that are charged together is one."""
+        events = (entry.event for entry in self.entries)
+        return sum(1 if event.law.rounds > 1 else event.count for event in events)
+
     def _guarantee(self) -> list[str]:
-        # Each of several rounds that are charged together counts as one release.
-        events = [entry.event for entry in self.entries]
-        releases = sum(1 if event.law.rounds > 1 else event.count for event in events)
+        events, releases = [entry.event for entry in self.entries], self.releases
         cost, many, larger = self.cost, releases != 1, self.simulated_cohort
         simulated = ", simulated" if self.simulated else ""
         simulated += f" for a cohort of {larger:,}" if larger else ""
@@ -339,7 +343,7 @@ class Statement:
             "misses": dict(zip(("0.01", "0.05", "0.1"), map(float, misses), strict=True)),
             "advantage": self.tradeoff.advantage,
             "mu": self.tradeoff.mu,
-            "releases": cost.releases,
+            "releases": self.releases,
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.entries}),
             "covers": self.covers,

@@ -115,7 +115,7 @@ class _Words:
 
     def numbers(self) -> list[tuple[str, str]]:
         """The figures of the guarantee, each with its name."""
-        statement, releases = self.statement, self.statement.cost.releases
+        statement, releases = self.statement, self.statement.releases
         figures = [
             (f"{statement.epsilon:.3g}", statement.epsilon_label),
             (_plain(statement.delta), "delta"),
@@ -255,7 +255,7 @@ class _Words:
         statement, run = self.statement, self.statement.run
         sentences = [
             "The model after each round, and the settings of the training. Epsilon counts all "
-            f"{statement.cost.releases:,} releases together."
+            f"releases together: {statement.releases:,}."
         ]
         if any(entry.kind == "evaluation" for entry in statement.entries):
             names = f" ({', '.join(run.noisy)})" if run is not None and run.noisy else ""

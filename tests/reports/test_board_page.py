@@ -172,3 +172,14 @@ def test_what_a_run_assumes_of_devices_and_of_its_end_is_on_the_page(tmp_path: P
     assert saved.record.statements[0].added_sentence in words
     assert words.index("What is assumed") < words.index("Which clients are available, drop out")
     assert "the seed, and with it the noise, could be found" not in words  # of the full statement
+
+
+def test_rounds_that_are_charged_together_count_each(tmp_path: Path) -> None:
+    together = {"noise.name": "tree", "rounds": 5}
+    saved = run_of(tmp_path, **CLIENTS, **ENTROPY, **together)
+    words, (statement,) = published(saved, tmp_path), saved.record.statements
+    assert statement.cost.releases == 1  # one Gaussian
+    assert " 5 releases 3 hospitals" in words
+    assert "Epsilon counts all releases together: 5." in words
+    assert statement.to_dict()["releases"] == 5
+    assert any(sentence.startswith("5 releases;") for sentence in statement.sentences())
