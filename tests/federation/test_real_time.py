@@ -229,6 +229,28 @@ def test_answers_that_came_in_time_count_however_long_the_server_was_busy(clock:
     assert clock.now == pytest.approx(SCHEDULE.times[-1] + 1000 * ROUNDS, rel=1e-9)
 
 
+def test_answers_of_tasks_longer_than_flowers_messages_live_count(clock: Clock) -> None:
+    """Flower's messages expire after twelve hours, unless they say another time."""
+    cohort = replace(COHORT, rounds=2)
+    schedule = ReleaseSchedule.of(cohort, np.full(CLIENTS, 100_000.0), 1)
+    network = Network(trainer_of(), clock, np.full(CLIENTS, 50_000.0))
+    strategy = DPFedAvg(
+        mechanism=Clipping(0.2),
+        noise_multiplier=1.0,
+        cohort=cohort,
+        rounds=2,
+        availability=Availability(schedule=schedule, real_time=True),
+    )
+    usable: list[int] = []
+    strategy.start(
+        network,
+        initial(trainer_of()),
+        2,
+        on_round=lambda _, result: usable.append(strategy.report.usable),
+    )
+    assert usable == [3, 3]
+
+
 def test_a_run_resumed_after_any_release_ends_with_the_same_bytes(clock: Clock) -> None:
     trainer, states, whole = trainer_of(), {}, made_virtually({1})
     seconds = 0.6 * SECONDS

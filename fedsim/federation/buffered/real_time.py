@@ -134,7 +134,7 @@ class Requests(Extra):
                 own = replace(instructions, recipients=recipient, numbers={})
                 (message,) = own
                 # An answer that has come in time is pulled once the server is not busy any more.
-                message.metadata.ttl = min(message.metadata.ttl, seconds + BUSY)
+                message.metadata.ttl = seconds + BUSY
                 messages.append(message)
                 sent.append((client, own, release, seconds))
         ids = list(grid.push_messages(messages)) if messages else []
