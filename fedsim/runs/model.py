@@ -22,11 +22,14 @@ from fedsim.datasets.array_checks import torch_dtype
 from fedsim.datasets.load import array_of, inputs_of
 from fedsim.errors import FedsimError, printable, user_code_location
 from fedsim.federation.arrays import array_record
-from fedsim.named_tensors import NamedTensors, accept_named, by_name
+from fedsim.models.carried_buffers import CarriedBuffers
+from fedsim.named_tensors import NamedTensors, accept_named, by_name, each
 from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.server_optimizers.published import ServerSGD
 from fedsim.training import ClientData
 from fedsim.training.data import as_inputs
 from fedsim.training.payload import Personal
+from fedsim.training.side_effects import changed_buffers
 
 
 def initial_model(
@@ -55,7 +58,59 @@ def initial_model(
     model, notes = _prepare_model(config, model)
     if isinstance(dataset.train.x, NamedTensors):
         accept_named(model)
+    if not config.protects and config.adapter.name == "none":
+        notes += _carry_buffers(config, model, dataset)
     return model, notes
+
+
+def _carry_buffers(config: RunConfig, model: nn.Module, dataset: Dataset) -> tuple[str, ...]:
+    """Let updates carry the buffers that change as the model runs; with a note on them.
+
+    Batch normalisation is left to the trainer, which refuses it.
+    """
+    if not any(True for _ in model.buffers()):
+        return ()
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    changed = changed_buffers(model, as_inputs(_made_up_inputs(dataset), dtype))
+    normalised = [
+        n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    ]
+    changed = [name for name in changed if name.rpartition(".")[0] not in normalised]
+    if not changed:
+        return ()
+    carried = CarriedBuffers(model, changed)
+    server = config.server.make()
+    if carried.averaged and not (
+        isinstance(server, ServerSGD) and server.lr <= 1 and not server.momentum
+    ):
+        raise FedsimError(
+            f"the model changes its buffers {', '.join(carried.averaged)} as it runs, of which the "
+            f"server takes the mean, and server.optimizer is '{config.server.optimizer}'; it must "
+            "be 'sgd' or 'averaged', with server.lr of at most 1 and no momentum."
+        )
+    notes = []
+    if carried.averaged:
+        notes.append(
+            f"The buffers {', '.join(carried.averaged)}, which change as the model runs, are sent "
+            "and averaged like parameters."
+        )
+    if carried.restored:
+        notes.append(
+            f"The buffers {', '.join(carried.restored)}, which change as the model runs and cannot "
+            "be averaged, begin each client's round as the model has them."
+        )
+    return tuple(notes)
+
+
+def _made_up_inputs(dataset: Dataset) -> Tensor:
+    """Inputs ``[4, ...]`` of the data set's shape that are no client's."""
+    if dataset.public is not None:
+        return dataset.public.to("cpu")[torch.arange(4) % len(dataset.public)]
+
+    def made_up(one: Tensor) -> Tensor:
+        return torch.cat([one.new_zeros(2, *one.shape[1:]), one.new_ones(2, *one.shape[1:])])
+
+    return each(made_up, dataset.train.x)
 
 
 def _copy_model(model: nn.Module, name: str) -> nn.Module:

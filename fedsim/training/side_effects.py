@@ -8,7 +8,8 @@ generator serves one client and step at a time, seeded from the client's own key
 State that a model keeps between calls (a counter in a buffer, a list in an attribute) would carry
 one client's data into another's update, or one example's into another's gradient. It is refused
 where it shows (`hidden_draws`), and restored between protected examples
-(`fedsim.training.own_state`).
+(`fedsim.training.own_state`). Runs without privacy carry buffers that are known to change
+(`changed_buffers`).
 
 A GPU's arithmetic depends on settings of the process too: `reproducible_arithmetic` sets them
 around every call whose bits matter.
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 from fedsim.array_types import Ints
 from fedsim.errors import FedsimError
 from fedsim.kernels.device_normals import stream_words
+from fedsim.models.carried_buffers import carried_buffers
+from fedsim.models.parameters import call_with
 from fedsim.named_tensors import NamedTensors, each
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.tasks.losses import Loss, is_fedsims_own
@@ -76,8 +79,8 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     Raises
     ------
     FedsimError
-        If it draws from numpy's or Python's generator, changes its buffers, or keeps any other
-        state between calls that its outputs depend on.
+        If it draws from numpy's or Python's generator, changes buffers that are not carried, or
+        keeps any other state between calls that its outputs depend on.
     """
     if all(type(module) in DETERMINISTIC_MODULES for module in model.modules()):
         return HiddenDraws(training=False, evaluation=False)
@@ -122,7 +125,7 @@ def _known_to_draw(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _makes_draws(model: nn.Module, x: Tensor) -> bool:
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    carried = _carried(model, x.device)
     foreign = _foreign_generators()
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         before = _generators(x.device)
@@ -130,14 +133,9 @@ def _makes_draws(model: nn.Module, x: Tensor) -> bool:
         with Writes() as writes:
             model(inputs)
         has_drawn = before != _generators(x.device)
-        remembers = _is_stateful(model, x)
+        remembers = _is_stateful(model, x, carried)
     _refuse_writes_elsewhere(writes, model, "model", [inputs])
-    changed = [
-        name
-        for name, buffer in model.named_buffers()
-        if not torch.allclose(buffer, buffers[name], rtol=0, atol=0, equal_nan=True)
-    ]
-    if changed:
+    if changed := [name for name in changed_buffers(model, x) if name not in carried]:
         raise FedsimError(
             f"the model changes its buffers {', '.join(changed)} as it runs, which no client's "
             "update carries; it must leave them as they are."
@@ -150,6 +148,53 @@ def _makes_draws(model: nn.Module, x: Tensor) -> bool:
             "a function of its inputs, parameters and buffers."
         )
     return has_drawn
+
+
+@torch.no_grad()
+def changed_buffers(model: nn.Module, x: Tensor) -> list[str]:
+    """Names of the buffers that a model changes as it runs, in training or in evaluation mode.
+
+    Its parameters are slightly changed before: the vectors of ``spectral_norm`` may be exact for
+    the initial ones. None are found if the model does not take the inputs.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Not changed.
+    x : Tensor ``[4, ...]``
+        Inputs of its data's shape and dtype, of no client.
+    """
+    copied = copy.deepcopy(model)
+    before = {name: buffer.clone() for name, buffer in copied.named_buffers()}
+    if not before:
+        return []
+    # An error is of a user's code, which will fail in training too.
+    with suppress(Exception, SystemExit), seeded(0, x.device):
+        for parameter in copied.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(torch.empty_like(parameter).uniform_(0.9, 1.1))
+        for mode in (True, False):
+            copied.train(mode)(x.clone())
+    # One of another shape is a cache that grows, which is restored.
+    return [
+        name
+        for name, buffer in copied.named_buffers()
+        if name in before and buffer.shape == before[name].shape
+        if not torch.allclose(buffer.to(before[name]), before[name], rtol=0, atol=0, equal_nan=True)
+    ]
+
+
+def _carried(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Parameters and buffers that the model may change as it runs, by name.
+
+    On a GPU a client's buffers would be restored after each step, not after each round: there only
+    those in its row are carried.
+    """
+    if (carried := carried_buffers(model)) is None:
+        return {}
+    names = [*carried.averaged, *(carried.restored if device.type == "cpu" else ())]
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: named[name].clone() for name in names}
 
 
 def loss_draws(model: nn.Module, loss: Loss, x: Tensor | None, y: Tensor) -> bool:
@@ -227,8 +272,11 @@ def _refuse_draws_since(foreign: tuple[object, ...], name: str) -> None:
         )
 
 
-def _is_stateful(model: nn.Module, x: Tensor) -> bool:
-    """Whether the same inputs, with the same draws, give other outputs after other inputs."""
+def _is_stateful(model: nn.Module, x: Tensor, carried: Mapping[str, Tensor]) -> bool:
+    """Whether the same inputs, with the same draws, give other outputs after other inputs.
+
+    Each call starts from the same values of what is ``carried``.
+    """
     half = len(x) // 2
     outputs: list[Tensor] = []
     for other_inputs in (None, x[half:], x[:half]):
@@ -236,7 +284,8 @@ def _is_stateful(model: nn.Module, x: Tensor) -> bool:
             with suppress(Exception):  # a model may take batches of one size only
                 model(other_inputs.clone())
         with seeded(0, x.device):
-            output = model(x[:half].clone())
+            same_start = {name: value.clone() for name, value in carried.items()}
+            output = call_with(model, same_start, x[:half].clone())
         if isinstance(output, Tensor):
             outputs.append(output.clone())
     # With a tolerance: a GPU may add in any order.

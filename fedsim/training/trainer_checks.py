@@ -13,6 +13,7 @@ from fedsim.arguments import as_text, expected, require
 from fedsim.array_types import Ints
 from fedsim.clients.base import PERSONAL_MASK, DenseGradient, LocalAlgorithm, Step, refuse_vectors
 from fedsim.errors import FedsimError
+from fedsim.models.carried_buffers import carried_buffers
 from fedsim.models.normalization import KEEP_FIXED, frozen_normalisation, running_statistics
 from fedsim.models.parameters import refuse_gradient_hooks
 from fedsim.privacy.exclusions import check_private_work
@@ -274,7 +275,7 @@ def _agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def check_statistics(
     model: nn.Module, algorithm: LocalAlgorithm, personal: Collection[str], *, private: bool
 ) -> list[str]:
-    """Refuse batch statistics that clients cannot keep to themselves.
+    """Refuse batch statistics that clients cannot keep to themselves, or buffers of two models.
 
     Parameters
     ----------
@@ -288,12 +289,28 @@ def check_statistics(
     Returns
     -------
     list of str
-        Names of the parameters that are such statistics.
+        Names of the parameters that are such statistics, or buffers that updates carry.
 
     Raises
     ------
     FedsimError
     """
+    carried = carried_buffers(model)
+    averaged = [] if carried is None else carried.averaged
+    if carried is not None and private:
+        raise FedsimError(
+            f"the model changes its buffers {', '.join(averaged + carried.restored)} as it runs, "
+            "and client.mechanism is set; it must leave them as they are."
+        )
+    if averaged:
+        _check_steps(algorithm, f"changes its buffer {averaged[0]} as it runs")
+    return [*_check_layers(model, algorithm, personal, private=private), *averaged]
+
+
+def _check_layers(
+    model: nn.Module, algorithm: LocalAlgorithm, personal: Collection[str], *, private: bool
+) -> list[str]:
+    """Names of running statistics that are parameters; refused if they cannot be a client's own."""
     statistics = running_statistics(model)
     if not statistics:
         return []
@@ -308,14 +325,24 @@ def check_statistics(
             f"model module '{layer}' keeps running statistics; they and its parameters must be "
             "among what is trained (model.trainable) and what clients keep (model.personal)."
         )
+    _check_steps(algorithm, f"module '{layer}' keeps running statistics of one model")
+    return statistics
+
+
+def _check_steps(algorithm: LocalAlgorithm, what: str) -> None:
+    """Refuse an algorithm that trains several models, or does not send the one that it trains."""
     algorithm = copy.deepcopy(algorithm)  # it may keep state of its own
     state = algorithm.example_state(1)
     for index in range(_STEPS):
         if algorithm.point(state) is not state["theta"]:
             raise FedsimError(
-                f"model module '{layer}' keeps running statistics of one model, and "
-                f"{algorithm.label} (client.name) takes gradients at others too; it must "
-                "be another algorithm, such as sgd, adam or fedrep."
+                f"model {what}, and {algorithm.label} (client.name) takes gradients at others too; "
+                "it must be another algorithm, such as sgd, adam or fedrep."
             )
         algorithm.step(state, DenseGradient(torch.zeros_like(state["theta"])), Step(1, index))
-    return statistics
+    state["theta"].add_(1.0)
+    if not torch.equal(algorithm.finish(state), torch.ones_like(state["theta"])):
+        raise FedsimError(
+            f"model {what}, and {algorithm.label} (client.name) scales what a client has trained; "
+            "it must be another algorithm, such as sgd, adam or fedrep."
+        )
