@@ -44,9 +44,13 @@ class ClientRows:
         """Begin the file, or cut that of a resumed run back to its first ``done`` rounds."""
         kept = [row for row in self._read() if row.get("round", "").isdigit()]
         kept = [row for row in kept if int(row["round"]) <= done]
+        columns = tuple(dict.fromkeys([*self._columns, *(kept[0] if kept else ())]))
+        if columns:
+            replace(self.path, _lines([columns, *(_values(row, columns) for row in kept)]))
+        else:  # all rows, if any, are of rounds that are made again without evaluations
+            self.path.unlink(missing_ok=True)
         if self._columns:
-            self._columns = tuple(dict.fromkeys([*self._columns, *(kept[0] if kept else ())]))
-            replace(self.path, _lines([self._columns, *map(self._values, kept)]))
+            self._columns = columns
 
     def append(self, evaluation: ClientEvaluation, server_round: int) -> None:
         """Append the rows of a round, if its clients have evaluated."""
@@ -56,7 +60,7 @@ class ClientRows:
         for client, metrics in sorted(evaluation.by_client.items()):
             known = {"round": server_round, "client": client, **self._owners.get(client, {})}
             count = {"num-examples": int(metrics.get("num-examples", 0))}
-            lines.append(self._values({**metrics, **count, **known}))
+            lines.append(_values({**metrics, **count, **known}, self._columns))
         # Appended only: a file that was removed must not return without its header.
         with named_errors(self.path), open(self.path, "r+b", opener=regular_files.opener) as file:
             file.seek(0, os.SEEK_END)
@@ -67,9 +71,6 @@ class ClientRows:
         if self._columns:
             with named_errors(self.path), open(self.path, "rb", opener=regular_files.opener) as f:
                 os.fsync(f.fileno())
-
-    def _values(self, row: Mapping[str, object]) -> list[object]:
-        return [row.get(column, "") for column in self._columns]
 
     def _read(self) -> list[dict[str, str]]:
         """The complete rows as texts; empty if there is no file."""
@@ -93,6 +94,10 @@ def _owners(resolved: Resolved) -> dict[int, dict[str, str]]:
         for client, indices in enumerate(data.client_indices)
         if len(indices)
     }
+
+
+def _values(row: Mapping[str, object], columns: Sequence[str]) -> list[object]:
+    return [row.get(column, "") for column in columns]
 
 
 def _lines(rows: Iterable[Sequence[object]]) -> bytes:

@@ -85,6 +85,20 @@ def test_a_resumed_run_cuts_its_rows_back_to_the_checkpoint(until, tmp_path):
     assert path.read_bytes() == (tmp_path / "whole" / "client-metrics.csv").read_bytes()
 
 
+@pytest.mark.parametrize(("every", "kept"), [(3, {"2"}), (5, set())])
+def test_a_run_that_is_resumed_without_evaluations_has_rows_of_its_own_rounds_only(
+    every, kept, tmp_path
+):
+    path, config = tmp_path / "run", CONFIG.replace(**{"checkpoint.every": every})
+    with killed_in(4):
+        fedsim.run(config, data=people(), out=path)
+    assert {row["round"] for row in rows_of(path)} == {"2", "4"}
+    quiet = config.replace(**{"evaluate.clients-every": 0})
+    fedsim.run(quiet, data=people(), out=path, resume=True)
+    rows = rows_of(path) if (path / "client-metrics.csv").exists() else []
+    assert {row["round"] for row in rows} == kept
+
+
 @pytest.mark.parametrize(
     "settings",
     [
