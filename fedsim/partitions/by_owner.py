@@ -94,11 +94,12 @@ class ByOwner(Partition):
         if len(owners) < self.clients:
             _log.warning(
                 "partition.clients is %s, but the training examples have %s owners (column %s): "
-                "the last %s clients have no examples.",
+                "the last %s clients have no examples, unless partition.clients is %s.",
                 self.clients,
                 len(owners),
                 self.column,
                 self.clients - len(owners),
+                len(owners),
             )
         return self._positions_by_owner(owners, column)
 
