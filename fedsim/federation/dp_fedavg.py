@@ -379,10 +379,11 @@ def _plan_of_keywords(
             )
         return plan
     if mechanism is None or cohort is None:
-        keyword = "mechanism" if mechanism is None else "cohort"
+        missing = {"mechanism": mechanism, "cohort": cohort, "noise_multiplier": noise_multiplier}
+        names = [name for name, value in missing.items() if value is None]
         raise FedsimError(
-            f"{keyword} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
-            "a ReleasePlan as plan=."
+            f"{' and '.join(names)} must be given; DPFedAvg takes mechanism=, cohort= and "
+            "noise_multiplier=, or a ReleasePlan as plan=."
         )
     if noise_multiplier is None and mechanism.guarantee != "none":
         raise FedsimError(

@@ -47,15 +47,17 @@ def refuse_keywords(strategy: Callable[..., Any], keywords: Mapping[str, object]
     Raises
     ------
     FedsimError
-        For a keyword of Flower's strategies that has no meaning here, or another one, with the one
+        For keywords of Flower's strategies that have no meaning here, or another one, with those
         to use instead; for any other with the closest one, if there is one.
     """
-    for name, value in keywords.items():
-        if name in _INSTEAD:
-            raise FedsimError(
-                f"{name} = {value!r} is not an argument of DPFedAvg; use {_INSTEAD[name]}."
-            )
-        raise unknown_argument_error(strategy, name)
+    for name in keywords:
+        if name not in _INSTEAD:
+            raise unknown_argument_error(strategy, name)
+    if keywords:
+        given = " and ".join(f"{name} = {value!r}" for name, value in keywords.items())
+        verb = "is not an argument" if len(keywords) == 1 else "are not arguments"
+        instead = "; and ".join(_INSTEAD[name] for name in keywords)
+        raise FedsimError(f"{given} {verb} of DPFedAvg; use {instead}.")
 
 
 def in_existing_folder(ledger: str | PathLike[str] | None) -> Path | None:

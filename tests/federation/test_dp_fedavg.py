@@ -541,5 +541,17 @@ def test_a_plan_beside_a_keyword_that_makes_one_is_refused() -> None:
             DPFedAvg(plan=plan, **keyword)  # type: ignore[arg-type]
     with pytest.raises(FedsimError, match=r"plan\.level"):
         DPFedAvg(plan=dataclasses.replace(plan, level="example"))
-    with pytest.raises(FedsimError, match="cohort is not given"):
+    with pytest.raises(FedsimError, match=r"^cohort must be given"):
         DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=1.0)
+    with pytest.raises(FedsimError, match=r"^mechanism and cohort and noise_multiplier must be"):
+        DPFedAvg()
+
+
+def test_all_keywords_of_flowers_strategies_are_refused_at_once() -> None:
+    with pytest.raises(FedsimError) as caught:
+        DPFedAvg(fraction_train=0.5, clipping_norm=1.0, noise_multiplier=1.0)  # type: ignore[call-overload]
+    assert str(caught.value) == (
+        "fraction_train = 0.5 and clipping_norm = 1.0 are not arguments of DPFedAvg; use "
+        "cohort=PoissonCohort(rate=fraction_train, population=...), whose draws are accounted for; "
+        "and mechanism=Clipping(clip_norm=clipping_norm)."
+    )
