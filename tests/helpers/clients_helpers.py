@@ -84,4 +84,4 @@ def reading_of(model, shape, loss=None):
 def as_trained(model, packing, reading, program):
     """A model that draws nothing, without data, of which that is known."""
     quiet = HiddenDraws(training=False, evaluation=False)
-    return TrainedModel(model, packing, CrossEntropy(), None, quiet, reading, False, program)
+    return TrainedModel(model, packing, CrossEntropy(), None, quiet, reading, False, False, program)
