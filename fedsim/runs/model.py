@@ -197,7 +197,7 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
     for training in (True, False):
         copied = _copy_model(model.to(device), "the model").train(training)
         with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
-            outputs = _outputs(copied, x)
+            outputs = _outputs(copied, x, config)
             _check_outputs(outputs, x)
             if config.adapter.name != "none":
                 _check_adapter(copied, outputs)
@@ -207,7 +207,7 @@ def try_model(config: RunConfig, model: nn.Module, dataset: Dataset, clients: Cl
             _check_classes(dataset, outputs)
 
 
-def _outputs(model: nn.Module, x: Tensor) -> Any:
+def _outputs(model: nn.Module, x: Tensor, config: RunConfig) -> Any:
     try:
         return model(x.clone())
     except (Exception, SystemExit) as error:  # a user's code
@@ -216,8 +216,17 @@ def _outputs(model: nn.Module, x: Tensor) -> Any:
         raise FedsimError(
             f"the model ends in {type(error).__name__} ({printable(lines[0])})"
             f"{_failing_submodule(model, error)}{place and f', at {place}'}; it must take "
-            f"{_batch(x)}, as its data are."
+            f"{_batch(x)}, as its data are{_layout_hint(x, config)}."
         ) from error
+
+
+def _layout_hint(x: Tensor, config: RunConfig) -> str:
+    """How to keep the axes of arrays that are read as images, if some may have been."""
+    inputs = x.tensors.values() if isinstance(x, NamedTensors) else [x]
+    image = any(one.is_floating_point() and one.dim() == 4 for one in inputs)
+    if not image or config.to_run_config().get("data.layout") != "auto":
+        return ""
+    return " (with data.layout = 'as-is' no series or matrix is read as an image)"
 
 
 def _check_outputs(outputs: Tensor, x: Tensor) -> None:

@@ -274,14 +274,14 @@ def _metric_does_not_fit(
     value = resolved.config.task.metrics
     by_default = ", its default" if value == TaskSection.metrics else ""
     fitting = (
-        "'rmse,r2' for numbers, or 'f1,auc' for labels 0 and 1"
+        "'rmse,r2' for numbers, 'f1,auc' for labels 0 and 1"
         if targets.is_floating_point()
-        else "'accuracy' for classes, with a logit for each"
+        else "'accuracy' for classes (a logit for each)"
     )
     return FedsimError(
         f"task.metrics = '{value}'{by_default}: {name} does not compare outputs "
         f"{list(outputs.shape)} with targets {list(targets.shape)} of {targets.dtype}, which "
-        f"task.loss does; set it, for example, to {fitting}."
+        f"task.loss does; set it, for example, to {fitting}, or '' for the loss alone."
     )
 
 

@@ -72,6 +72,29 @@ def test_an_object_of_another_kind_is_refused_by_its_keyword(
         fedsim.run(CONFIG, **objects)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout", "hint"),
+    [
+        (
+            (24, 2),
+            "auto",
+            r" \(with data\.layout = 'as-is' no series or matrix is read as an image\)",
+        ),
+        ((24, 2), "as-is", ""),
+        ((24,), "auto", ""),
+    ],
+)
+def test_a_model_that_fails_on_a_series_read_as_an_image_is_told_of_the_layout(
+    tmp_path: Path, shape: tuple[int, ...], layout: str, hint: str
+) -> None:
+    path = tmp_path / "series.npz"
+    x, y = np.zeros((12, *shape), np.float32), np.arange(12) % 3
+    np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
+    config = CONFIG.replace(**{"data.name": str(path), "data.layout": layout})
+    with pytest.raises(FedsimError, match=f"as its data are{hint}\\.$"):
+        fedsim.run(config, model=nn.Linear(7, 3))
+
+
 def test_a_named_model_that_cannot_be_copied_is_refused_too() -> None:
     config = CONFIG.replace(**{"model.name": f"{__name__}:weight_normed"})
     with pytest.raises(FedsimError, match=r"the model cannot be copied \(RuntimeError: .*deepcopy"):
