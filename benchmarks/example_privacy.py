@@ -1,18 +1,23 @@
-"""`python -m benchmarks.example_privacy`: DP-SGD in one client, compared with Opacus.
+"""`python -m benchmarks.example_privacy [--device cuda]`: DP-SGD, compared with Opacus.
 
-With Poisson batches of 200 expected examples, clipping and noise: CPU milliseconds per step and the
-peak memory that the steps add, on the MLP job and on a small CNN.
+With Poisson batches of 200 expected examples, clipping and noise, on the MLP job and on a small
+CNN: milliseconds per client's step (of CPU time on a CPU, of wall time on a GPU) and the peak
+memory that the steps add. fedsim trains one client, or a block of sixteen; Opacus one client, with
+gradients per example (`GradSampleModule`) or with ghost clipping.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,7 +37,7 @@ from fedsim.randomness import Randomness
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 EXAMPLES, BATCH, STEPS, LR, CLIP, NOISE = 2000, 200, 5, 0.1, 1.0, 1.0
-MODELS = ("mlp", "cnn")
+MODELS, CLIENTS = ("mlp", "cnn"), 16
 
 
 def model_of(name: str) -> tuple[nn.Module, tuple[int, ...]]:
@@ -46,70 +51,113 @@ def model_of(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     ), (1, 28, 28)  # fmt: skip
 
 
-def examples(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(EXAMPLES, *shape, generator=generator)
-    return x, torch.randint(10, (EXAMPLES,), generator=generator)
+def examples(
+    shape: tuple[int, ...], device: str = "cpu", clients: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator, count = torch.Generator().manual_seed(0), clients * EXAMPLES
+    x = torch.rand(count, *shape, generator=generator)
+    return x.to(device), torch.randint(10, (count,), generator=generator).to(device)
 
 
-def ours(name: str) -> float:
-    """CPU milliseconds per step, through the trainer."""
+def ours(name: str, device: str, clients: int = 1) -> float:
+    """Milliseconds per client's step, through the trainer."""
     model, shape = model_of(name)
-    x, y = examples(shape)
+    x, y = examples(shape, device, clients)
     trainer = Trainer(
         model,
         SGD(lr=LR),
-        ClientData(x, y, [np.arange(EXAMPLES)]),
+        ClientData(x, y, list(np.arange(len(y)).reshape(clients, EXAMPLES))),
         batch_size=BATCH,
         steps=STEPS,
+        device=device,
         randomness=Randomness(0),
         privacy=ExamplePrivacy(Clipping(CLIP), NOISE),
     )
-    return timed(lambda t: trainer.fit(trainer.initial(), np.array([0]), t))
+
+    def work(t: int) -> None:
+        for _ in trainer.train(trainer.initial(), np.arange(clients), t):
+            pass
+
+    return timed(work, device) / clients
 
 
-def theirs(name: str) -> float:
-    """CPU milliseconds per step, with Opacus's `GradSampleModule` and `DPOptimizer`."""
+def theirs(name: str, device: str, ghost: bool = False) -> float:
+    """Milliseconds per step, with Opacus's wrappers of a model and an optimiser."""
     from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
     warnings.simplefilter("ignore")
     model, shape = model_of(name)
-    x, y = examples(shape)
-    wrapped = GradSampleModule(model)
-    optimizer = DPOptimizer(
-        torch.optim.SGD(wrapped.parameters(), lr=LR),
-        noise_multiplier=NOISE,
-        max_grad_norm=CLIP,
-        expected_batch_size=BATCH,
-    )
+    model = model.to(device)
+    x, y = examples(shape, device)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    private = {
+        "noise_multiplier": NOISE,
+        "max_grad_norm": CLIP,
+        "expected_batch_size": BATCH,
+    }
+    loss: Callable[..., Any] = F.cross_entropy
+    if ghost:
+        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP)
+        optimizer = DPOptimizerFastGradientClipping(sgd, **private)
+        loss = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
+    else:
+        wrapped, optimizer = GradSampleModule(model), DPOptimizer(sgd, **private)
 
     def work(t: int) -> None:
         draws = np.random.default_rng(t)
         for _ in range(STEPS):
             batch = torch.from_numpy(np.flatnonzero(draws.random(EXAMPLES) < BATCH / EXAMPLES))
             optimizer.zero_grad()
-            F.cross_entropy(wrapped(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
+            loss(wrapped(x[batch]), y[batch]).backward()
             optimizer.step()
 
-    return timed(work)
+    return timed(work, device)
 
 
-def timed(work: Callable[[int], object], repeats: int = 5) -> float:
+WAYS: dict[str, Callable[[str, str], float]] = {
+    "fedsim": ours,
+    f"fedsim, {CLIENTS} clients": partial(ours, clients=CLIENTS),
+    "Opacus": theirs,
+    "Opacus, ghost clipping": partial(theirs, ghost=True),
+}
+
+
+def timed(work: Callable[[int], object], device: str, repeats: int = 5) -> float:
+    """Least milliseconds per step; the first repeat, which captures steps, is not counted."""
     best = float("inf")
     for t in range(repeats):
-        began = time.process_time()
+        began = clock(device)
         work(t)
         if t:
-            best = min(best, (time.process_time() - began) / STEPS * 1e3)
+            best = min(best, (clock(device) - began) / STEPS * 1e3)
     return best
 
 
-def alone(library: str, name: str) -> tuple[float, float]:
-    """(CPU ms per step, peak MiB), measured in a process of its own."""
+def clock(device: str) -> float:
+    """CPU seconds, or on a GPU wall seconds when it has finished its work."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def alone(way: str, name: str, device: str) -> tuple[float, float]:
+    """(ms per step, peak MiB), measured in a process of its own."""
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.example_privacy", library, name],
-        capture_output=True,
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.example_privacy",
+            "--device",
+            device,
+            "--one",
+            way,
+            name,
+        ],
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
@@ -117,22 +165,39 @@ def alone(library: str, name: str) -> tuple[float, float]:
     return float(ms), float(mib)
 
 
+def measure(way: str, name: str, device: str) -> tuple[float, float]:
+    """As `alone`, but in this process; call it once per process."""
+    if device == "cuda":
+        ms = WAYS[way](name, device)
+        return ms, torch.cuda.max_memory_allocated() / 2**20
+    model_of(name)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    ms = WAYS[way](name, device)
+    return ms, resident("VmHWM") - before
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--one", nargs=2, metavar=("WAY", "MODEL"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
     use_one_thread()
-    if len(sys.argv) == 3:
-        model_of(sys.argv[2])
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-        ms = {"ours": ours, "theirs": theirs}[sys.argv[1]](sys.argv[2])
-        print(ms, resident("VmHWM") - before)
+    if given.one:
+        way, name = given.one
+        print(*measure(way, name, given.device))
         return
-    table = Table(title=f"DP-SGD, one client, {BATCH} examples a step, one thread")
-    for column in ("model", "fedsim ms", "Opacus ms", "fedsim MiB", "Opacus MiB"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for name in MODELS:
-        (a, b), (c, d) = alone("ours", name), alone("theirs", name)
-        table.add_row(name, f"{a:.1f}", f"{c:.1f}", f"{b:.0f}", f"{d:.0f}")
-    Console().print(table)
+    place = torch.cuda.get_device_name() if given.device == "cuda" else "one thread"
+    table = Table(title=f"DP-SGD, {BATCH} examples a step, {place}")
+    for column in ("model", "way", "ms a client's step", "of Opacus", "MiB"):
+        table.add_column(column, justify="left" if column in ("model", "way") else "right")
+    for name in given.models:
+        found = {way: alone(way, name, given.device) for way in WAYS}
+        for way, (ms, mib) in found.items():
+            share = f"{ms / found['Opacus'][0]:.2f}"
+            table.add_row(name, way, f"{ms:.3g}", share, f"{mib:.0f}")
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":
