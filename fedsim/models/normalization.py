@@ -112,12 +112,14 @@ class FixedBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x [B, C, ...]`` by the running statistics."""
-        scale = torch.rsqrt(self.running_var + self.eps)
+        # As torch does, not in half precision: inputs and shift may be large, and their sum small.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        scale = torch.rsqrt(self.running_var.to(dtype) + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -self.running_mean * scale
         shift = shift if self.bias is None else shift + self.bias
         of_channels = -1, *[1] * (x.dim() - 2)
-        return x * scale.view(of_channels) + shift.view(of_channels)
+        return (x * scale.view(of_channels) + shift.view(of_channels)).to(x.dtype)
 
 
 @check_arguments

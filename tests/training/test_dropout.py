@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -232,3 +233,16 @@ def test_a_layer_that_drops_all_does_so_in_training_alone():
     # All weights before the last layer's have no gradient, and its bias has one.
     assert not trained.rows[:, :-3].any()
     assert trained.rows[:, -3:].all()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_trainer_can_be_sent_after_it_was_used(p):
+    model = model_of(inside=False)
+    if not p:
+        model[3] = nn.Identity()
+    trainer = trainer_of(model)
+    for number in (1, 2):
+        (block,) = trainer.train(trainer.initial(), np.array([0]), number)
+        sent = pickle.loads(pickle.dumps(trainer))
+        (again,) = sent.train(trainer.initial(), np.array([0]), number)
+        assert torch.equal(again.rows, block.rows)

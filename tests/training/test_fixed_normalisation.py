@@ -213,3 +213,18 @@ def test_a_layer_that_does_more_than_normalise_is_not_replaced_by_one_that_does_
     with pytest.raises(FedsimError, match=r"cannot replace 1 .* own layers, without hooks"):
         fix_normalisation(model)
     assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fixed_layer_is_as_precise_as_torchs_where_means_are_large(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(8)).eval()
+    model[0].running_mean += 30.0
+    model[0].running_var *= torch.linspace(0.5, 2, 8)
+    model.to(dtype)
+    x = (30 + torch.randn(16, 8, 5, 5)).to(dtype)
+    exact = copy.deepcopy(model).double()(x.double())
+    allowed = (model(x) - exact).abs().max()
+    assert keep_statistics(model) == ["0"]
+    assert model(x).dtype == dtype
+    assert (model(x) - exact).abs().max() <= 3 * allowed

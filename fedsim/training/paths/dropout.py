@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any, Self
 
@@ -88,7 +87,7 @@ class DropoutPath(FuncPath):
     def _layers(self) -> list[MaskedProduct]:
         return [module for module in self.model.modules() if isinstance(module, MaskedProduct)]
 
-    @cached_property
+    @property
     def _gradients(self) -> Any:
         return vmap(grad(self._masked_loss, has_aux=True))
 

@@ -43,11 +43,11 @@ class FuncPath:
         losses = self.loss(call_with(self.model, named, x), y)
         return (losses * weight).sum(), losses
 
-    @cached_property
-    def _gradients(self) -> Any:
+    @property
+    def _gradients(self) -> Any:  # not cached: it cannot be pickled
         return vmap(grad(self._loss, has_aux=True))
 
-    @cached_property
+    @property
     def _outputs(self) -> Any:
         return vmap(lambda named, x: call_with(self.model, named, x))
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from typing import Literal, Protocol, Self
 
@@ -299,8 +299,7 @@ def _vmap_error(path: FuncPath, data: ClientData) -> str | None:
     theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
         with redirect_stderr(StringIO()):  # torch.fx prints a traceback if its graph fails
-            # A copy: what it caches at its first call cannot be pickled.
-            path, x = replace(path), example.inputs(index, dtype)
+            x = example.inputs(index, dtype)
             path.gradient(theta, x, example.targets(index, dtype), theta.new_zeros(2, 2))
             path.outputs(theta, x)
     except RuntimeError as error:
