@@ -220,14 +220,17 @@ class Randomness:
         For draws that are made at their counters (`fedsim.kernels.device_normals`) and not by a
         generator; the addresses are the same, and each must not have been used before. For every
         further part the first of the three words is larger by 1.
+
+        From the operating system's entropy the key is a fresh one. Draws that must stay secret, of
+        a purpose that is keyed by "release", are not made so then.
         """
         key, words, watch = self._start(purpose, level, round, client, parts)
-        if key is None:
-            raise ValueError("draws from the operating system's entropy have no counters.")
+        if key is None and purpose.keyed_by == "release":
+            raise ValueError("secret draws from the operating system's entropy have no counters.")
         if watch is not None:
             for part in parts:
                 watch(Address(key, level, purpose, round, words[2], part))
-        return key, words
+        return key or (secrets.randbits(64), secrets.randbits(64)), words
 
     def _start(
         self, purpose: Purpose, level: DrawLevel, round: int, client: int, parts: range

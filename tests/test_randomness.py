@@ -130,5 +130,9 @@ def test_counters_are_the_addresses_of_generators_and_are_noted_once_each(monkey
     assert len(used) == 2
     with pytest.raises(ValueError, match="no counters"):
         Randomness(None).counters(Purpose.STEP_NOISE, **address, parts=range(1))
+    # Dropout is no secret: from the operating system it has a fresh key each time.
+    fresh = [Randomness(None).counters(Purpose.DROPOUT, **address, parts=range(3)) for _ in "12"]
+    assert fresh[0][0] != fresh[1][0]
+    assert fresh[0][1] == fresh[1][1]
     with pytest.raises(ValueError, match="no level 'client'"):
         source.counters(Purpose.STEP_NOISE, level="client", round=1, client=0, parts=range(1))

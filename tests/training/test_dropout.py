@@ -246,3 +246,17 @@ def test_a_trainer_can_be_sent_after_it_was_used(p):
         sent = pickle.loads(pickle.dumps(trainer))
         (again,) = sent.train(trainer.initial(), np.array([0]), number)
         assert torch.equal(again.rows, block.rows)
+
+
+def test_masks_come_from_the_operating_system_where_noise_does():
+    rows = []
+    for _ in range(2):
+        trainer = Trainer(
+            model_of(), SGD(lr=0.1), make_data([8, 8], dtype=torch.float64, features=36),
+            batch_size=8, steps=1, path="func", randomness=Randomness(None),
+        )  # fmt: skip
+        assert isinstance(trainer.path, DropoutPath)
+        (block,) = trainer.train(trainer.initial(), np.arange(2), 1)
+        rows.append(block.rows)
+    assert rows[0].isfinite().all()
+    assert not torch.equal(rows[0], rows[1])  # whole batches: only the masks are drawn
