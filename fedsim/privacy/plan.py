@@ -117,6 +117,10 @@ def _no_noise(mechanism: object) -> str:
 MechanismT = TypeVar("MechanismT", bound=MechanismLike, covariant=True)
 
 
+SMALLEST_WEIGHT = 1e-6
+"""Least weight of a client, relative to the largest; a smaller one is none in sums that round."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan(Generic[MechanismT]):
     """Sampler, mechanism and noise in one value: what is released, and at what privacy cost.
@@ -238,6 +242,8 @@ class ReleasePlan(Generic[MechanismT]):
             must = f"one number for each of the {population} clients of the population"
         elif not all(0 <= weight < math.inf for weight in self.weights) or not any(self.weights):
             must = "numbers of at least 0, of which one is above 0"
+        elif any(0 < weight < SMALLEST_WEIGHT for weight in self.relative_weights):
+            must = f"numbers that are 0, or at least {SMALLEST_WEIGHT:g} of the largest"
         elif not getattr(self.mechanism, "takes_weights", False):
             must = (
                 f"empty with {name} (mechanism.name, mechanism.per-layer, "
@@ -258,7 +264,8 @@ class ReleasePlan(Generic[MechanismT]):
     @cached_property
     def relative_weights(self) -> tuple[float, ...]:
         """The weights over the largest, in [0, 1]; empty for equal ones."""
-        return tuple(weight / max(self.weights) for weight in self.weights)
+        largest = max(self.weights, default=1.0)
+        return tuple(weight / largest for weight in self.weights)
 
     def _fitted_noise(self) -> Noise:
         """The noise with its coefficients for this sampler's participation.
@@ -413,7 +420,7 @@ class ReleasePlan(Generic[MechanismT]):
         }
         return [name for name, declared in parts.items() if declared]
 
-    @property
+    @cached_property
     def denominator(self) -> float:
         """Divisor of the sums: the declared expected number of rows, never a count.
 

@@ -143,6 +143,7 @@ def test_weights_cost_nothing_at_either_level_and_are_public(level, tmp_path) ->
     [
         ({"mechanism.weights": "1,2,3"}, "one number for each of the 4 clients"),
         ({"mechanism.weights": "0,0,0,0"}, "of which one is above 0"),
+        ({"mechanism.weights": "9,1e-6,0,1"}, "are 0, or at least 1e-06 of the largest"),
         ({"mechanism.weights": "1,-2,3,1"}, "must be numbers from 0 to 1,000,000"),
         ({"mechanism.weights": "1,nan,3,1"}, "must be numbers from 0 to 1,000,000"),
         ({"mechanism.name": "none", "noise.multiplier": "", "mechanism.weighting": "uniform"},
@@ -163,3 +164,12 @@ def test_where_weights_would_not_be_what_they_say_they_are_refused(changes, why,
     with pytest.raises(FedsimError, match=why):
         fedsim.run(CONFIG.replace(**{**CLIENTS, **changes}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_large_population_has_weights_in_a_time_that_grows_with_it_alone() -> None:
+    population = 1_000_000
+    plan = plan_of(
+        cohort=PoissonCohort(rate=0.1, population=population), weights=(2.0, 4.0) * 500_000
+    )
+    assert plan.denominator == pytest.approx(0.1 * population * 0.75)
+    assert plan.relative_weights[:2] == (0.5, 1.0)

@@ -185,7 +185,9 @@ class ServerSum:
         self.plan, recipients = self.settings.plan, self.instructions.recipients
         counts, ids = self.settings.example_counts, recipients.client_ids
         counts = None if counts is None else counts[ids]
-        declared = np.array(self.plan.relative_weights)[ids] if self.plan.weights else counts
+        declared, weights = counts, self.plan.relative_weights
+        if weights:  # of the cohort alone: a round's time must not grow with the population
+            declared = np.array([weights[client] for client in ids.tolist()], dtype=np.float64)
         self.tally = Tally(ids, absent=recipients.absent)
         assert self.instructions.layout is not None  # since it is no evaluation
         weighs = self.plan.mechanism.weighting == "num-examples" or bool(self.plan.weights)
