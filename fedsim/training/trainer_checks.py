@@ -195,6 +195,11 @@ def check_algorithm(algorithm: LocalAlgorithm, *, personal: bool) -> None:
             f"{', '.join(algorithm.receives)} beside the parameters, made of all that is trained; "
             "it must be unset, or client.name another algorithm."
         )
+    if personal and _scales(algorithm):
+        raise FedsimError(
+            f"model.personal is set, but {name} (client.name) scales what a client has trained, "
+            "what it keeps as well; it must be unset, or client.name another algorithm."
+        )
     if algorithm.separates_personal and not personal:
         raise FedsimError(
             f"model.personal is empty; {name} (client.name) needs the "
@@ -331,18 +336,27 @@ def _check_layers(
 
 def _check_steps(algorithm: LocalAlgorithm, what: str) -> None:
     """Refuse an algorithm that trains several models, or does not send the one that it trains."""
-    algorithm = copy.deepcopy(algorithm)  # it may keep state of its own
-    state = algorithm.example_state(1)
+    trained = copy.deepcopy(algorithm)  # it may keep state of its own
+    state = trained.example_state(1)
     for index in range(_STEPS):
-        if algorithm.point(state) is not state["theta"]:
+        if trained.point(state) is not state["theta"]:
             raise FedsimError(
                 f"model {what}, and {algorithm.label} (client.name) takes gradients at others too; "
                 "it must be another algorithm, such as sgd, adam or fedrep."
             )
-        algorithm.step(state, DenseGradient(torch.zeros_like(state["theta"])), Step(1, index))
-    state["theta"].add_(1.0)
-    if not torch.equal(algorithm.finish(state), torch.ones_like(state["theta"])):
+        trained.step(state, DenseGradient(torch.zeros_like(state["theta"])), Step(1, index))
+    if _scales(algorithm):
         raise FedsimError(
             f"model {what}, and {algorithm.label} (client.name) scales what a client has trained; "
             "it must be another algorithm, such as sgd, adam or fedrep."
         )
+
+
+def _scales(algorithm: LocalAlgorithm) -> bool:
+    """Whether a client sends something else than the parameters that it has trained."""
+    algorithm = copy.deepcopy(algorithm)
+    state = algorithm.example_state(1)
+    for index in range(_STEPS):
+        algorithm.step(state, DenseGradient(torch.zeros_like(state["theta"])), Step(1, index))
+    state["theta"].add_(1.0)
+    return not torch.equal(algorithm.finish(state), torch.ones_like(state["theta"]))

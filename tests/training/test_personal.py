@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from clients_helpers import joined, make_data, make_mlp
 from torch import Tensor, nn
 
-from fedsim.clients import SGD, AdadpLR, Ditto, FedRep, Proximal
+from fedsim.clients import SGD, AdadpLR, Ditto, FedNova, FedRep, Proximal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.models.normalization import fix_normalisation, localise
@@ -399,3 +399,9 @@ def test_looking_for_draws_leaves_statistics_as_they_are() -> None:
     assert t.personal.initial[mean].eq(0).all()
     assert dict(t.model.named_parameters())["2.running_mean"].eq(0).all()
     assert dict(t.model.named_parameters())["2.running_var"].eq(1).all()
+
+
+def test_an_algorithm_that_scales_what_it_trained_is_refused() -> None:
+    """It would scale what a client keeps, too, round after round."""
+    with pytest.raises(FedsimError, match=r"model\.personal is set, but .* scales what a client"):
+        make_trainer(personal=HEAD, algorithm=FedNova(lr=0.1, reach=10.0))
