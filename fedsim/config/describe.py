@@ -205,7 +205,7 @@ def _schema_of(table: type[ConfigTable]) -> dict[str, Any]:
     if not issubclass(table, ObjectTable):
         return {**described, "properties": properties, "additionalProperties": False}
     selector, names = table.selector, registry.names(table.kind)
-    name_schemas = [{"enum": list(names)}, {"type": "string", "pattern": ":|/|\\.npz$"}]
+    name_schemas = [{"enum": list(names)}, {"type": "string", "pattern": ":|/|\\.(npz|csv)$"}]
     properties[selector].pop("type")
     properties[selector]["anyOf"] = name_schemas
     properties["options"] = _OPTIONS

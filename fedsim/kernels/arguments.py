@@ -73,6 +73,11 @@ def new_address(tensor: Tensor) -> int:
     raise FedsimError(f"torch's default device must be the CPU, not {tensor.device}.")
 
 
+def is_at(tensor: Tensor, place: int) -> bool:
+    """Whether a tensor's memory is still at the address that was taken of it."""
+    return tensor.data_ptr() == place
+
+
 def sizes(name: str, tensor: Tensor, rank: int) -> tuple[int, ...]:
     """Shape of a tensor of which only the number of axes is known.
 

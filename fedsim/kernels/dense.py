@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fedsim.errors import FedsimError
-from fedsim.kernels.arguments import address, new_address, sizes, whole
+from fedsim.kernels.arguments import address, is_at, new_address, sizes, whole
 from fedsim.kernels.building import FUSED, declare, library
 from fedsim.lazy import Tensor, torch
 
@@ -228,8 +228,7 @@ class DensePass:
         return totals
 
     def _require_in_place(self) -> None:
-        in_place = self.x.data_ptr() == self.x_place[0]
-        if not (in_place and self.buffers.data_ptr() == self.buffers_place):
+        if not (is_at(self.x, self.x_place[0]) and is_at(self.buffers, self.buffers_place)):
             raise FedsimError(
                 "the memory of a gradient's factors has been resized or replaced, which an "
                 "algorithm must not do."

@@ -16,6 +16,7 @@ from typing import Any
 from fedsim import optional_packages
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, printable
+from fedsim.lazy import torch
 from fedsim.registry import register
 from fedsim.settings import check_settings
 
@@ -132,7 +133,7 @@ def _no_progress_bar(logging: Any) -> Iterator[None]:
 
 
 @check_arguments
-def give_logits(model: Any) -> None:
+def give_logits(model: torch.nn.Module) -> None:
     """Make a model that is, or contains, one of `transformers` return its logits alone, in place.
 
     Its other outputs (a cache, a loss) are dropped, unless the caller asks for them by

@@ -151,7 +151,7 @@ def test_a_run_without_a_mechanism_says_that_it_claims_nothing(
         ("client.lr=-1", "client.lr = -1"),
         ("model.name=nope", "model.name = 'nope'"),
         ("data.name=nowhere", "data.name is 'nowhere'"),
-        ("data.name=", "data.name is ''; it must be one of cifar10"),
+        ("data.name=", "data.name is ''; it must be one of celeba, cifar10"),
         ("stop.metric=test-nonsense", "stop.metric = 'test-nonsense'"),
     ],
 )

@@ -93,7 +93,9 @@ def test_what_does_not_fit_texts_is_refused(
 
 
 def test_columns_of_hugging_face_are_texts_too(table: str, tokenizer: str) -> None:
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("flwr_datasets")
+    import datasets
+
     split = datasets.Dataset.from_dict({"body": TEXTS, "author": ["a", "b", "a", "b", "b"]})
     path = Path(table).parent / "saved"
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(path))
