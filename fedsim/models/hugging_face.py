@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import optional_packages
-from fedsim.arguments import check_arguments
+from fedsim.arguments import as_text, check_arguments
 from fedsim.errors import FedsimError, printable
-from fedsim.lazy import torch
 from fedsim.registry import register
 from fedsim.settings import check_settings
 
@@ -133,12 +132,19 @@ def _no_progress_bar(logging: Any) -> Iterator[None]:
 
 
 @check_arguments
-def give_logits(model: torch.nn.Module) -> None:
+def give_logits(model: Any) -> None:
     """Make a model that is, or contains, one of `transformers` return its logits alone, in place.
 
     Its other outputs (a cache, a loss) are dropped, unless the caller asks for them by
     ``return_dict=True``, as ``generate`` does. Any other model stays as it is.
+
+    Raises
+    ------
+    FedsimError
+        If ``model`` is no `torch.nn.Module`.
     """
+    if not hasattr(model, "register_forward_hook"):
+        raise FedsimError(f"model is {as_text(model)}; it must be a torch.nn.Module.")
     parts = list(_pretrained(model))
     for part in parts:
         # The hooks of gradient checkpointing that make frozen embeddings' outputs need a gradient
