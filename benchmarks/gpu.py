@@ -90,19 +90,20 @@ def peers(task: str, device: str, out: Path, data: Path, tiny: bool) -> Piece:
 
 def figures(device: str, out: Path, data: Path, tiny: bool) -> list[Piece]:
     """Figs. 1a and 2a, one piece for each curve: 1a's first, which 2a shows too."""
-    command = ["-m", "fedsim", "experiment", "koskela-federated-full", "--data", str(data)]
-    command += ["--set", f"engine.device={device}", "--out", str(out / "koskela-federated-full")]
+    name = "plans-digits" if tiny else "koskela-federated-full"
+    command = ["-m", "fedsim", "experiment", name, "--data", str(data)]
+    command += ["--set", f"engine.device={device}", "--out", str(out / name)]
     if tiny:
-        curve = ["--quick", "--only", "sgd rate=0.03 rho=0 B=10 *", "--workers", "1"]
-        return [Piece("Fig. 2a, randomness 0: sgd", [*command, *curve], 60)]
+        one = ["--again", "--only", "without noise seed=1", "--workers", "1"]
+        return [Piece("one run of plans-digits", [*command, *one], 60)]
     found = []
     for rho in ("0.33", "0", "0.67", "1"):
         figure = "Figs. 1a and 2a" if rho == "0.33" else "Fig. 2a"
         # eta_0 of the mean gradient and of the sum; all of SGD's rates, of which the best counts.
         for curve_name in ("adadp full* rate=0.1", "adadp full* rate=1", "sgd rate=*"):
             only = ["--only", f"{curve_name} rho={rho} B=10 *", "--workers", "3"]
-            name = f"{figure}, randomness {rho}: {curve_name}"
-            found.append(Piece(name, [*command, *only], 240))
+            title = f"{figure}, randomness {rho}: {curve_name}"
+            found.append(Piece(title, [*command, *only], 240))
     return found
 
 

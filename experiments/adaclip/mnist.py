@@ -17,7 +17,7 @@ from experiments.adaclip.central import DenseNet, train
 from experiments.adaclip.tuned import TunedRates, TunedSettings
 from experiments.framework.base import (
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Outcome,
     Report,
     Result,
@@ -101,7 +101,7 @@ class Mnist(TunedRates):
             "seed": seed,
         }
 
-    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+    def followers(self, results: Mapping[str, Result]) -> Members:
         """Fresh seeds at the best rates, and Fig. 4's momenta."""
         members = super().followers(results)
         for seed in self.fresh:
@@ -111,8 +111,7 @@ class Mnist(TunedRates):
                 for momentum in self.settings.momenta:
                     # SGD with momentum m moves 1 / (1 - m) times as far per step.
                     changes = {"momentum": momentum, "rate": rate * (1 - momentum)}
-                    name = _momentum_name(momentum, epsilon, seed)
-                    members.append(ExperimentMember(name, plan | changes))
+                    members[_momentum_name(momentum, epsilon, seed)] = plan | changes
         return members
 
     def run(self, settings: Mapping[str, Any]) -> Result:

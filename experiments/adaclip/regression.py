@@ -19,7 +19,7 @@ from experiments.framework.base import (
     BestOfGrid,
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Outcome,
     Report,
     Result,
@@ -102,7 +102,7 @@ class Regression(Experiment):
 
     settings: RegressionSettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """By dimension and method: at the paper's rate from every start, and at all rates."""
         settings = self.settings
         other = ("experiment", "dimensions", "clip-norm", "paper-rate", "tuning-seeds", "h2")
@@ -113,15 +113,13 @@ class Regression(Experiment):
             "starts": list(STARTS),
             "seeds": settings.tuning_seeds + settings.seeds,
         }
-        members = []
+        members: Members = {}
         for d in settings.dimensions:
             for method in METHODS:
                 own = {"clip-norm": settings.clip_norm, "dimension": d, "method": method}
-                members += [
-                    ExperimentMember(_started(method, d, h2), {**started, **own, "h2": h2})
-                    for h2 in self._h2(method)
-                ]
-                members.append(ExperimentMember(_rated(method, d), {**common, **own}))
+                for h2 in self._h2(method):
+                    members[_started(method, d, h2)] = {**started, **own, "h2": h2}
+                members[_rated(method, d)] = {**common, **own}
         return members
 
     def _h2(self, method: str) -> list[float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.framework.base import (
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Report,
     Result,
     Row,
@@ -48,33 +48,27 @@ class Theory(Experiment):
 
     settings: TheorySettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """One for every gamma, dimension and momentum."""
         settings = self.settings
         z, draws, steps = settings.noise_multiplier, settings.draws, settings.steps
         rows = {"draws": draws, "noise-multiplier": z}
         descent = {"steps": steps, "rate": settings.rate, "seeds": settings.seeds}
-        return [
-            *(
-                ExperimentMember(f"{part} gamma={gamma:g}", {"part": part, "gamma": gamma, **rows})
+        return {
+            **{
+                f"{part} gamma={gamma:g}": {"part": part, "gamma": gamma, **rows}
                 for part in (NOISE, ESTIMATE)
                 for gamma in settings.gammas
-            ),
-            *(
-                ExperimentMember(
-                    f"{BOUND} d={d}",
-                    {"part": BOUND, "dimension": d, "noise-multiplier": z, **descent},
-                )
+            },
+            **{
+                f"{BOUND} d={d}": {"part": BOUND, "dimension": d, "noise-multiplier": z, **descent}
                 for d in settings.dimensions
-            ),
-            *(
-                ExperimentMember(
-                    f"{MOMENTUM} {momentum:g}",
-                    {"part": MOMENTUM, "momentum": momentum, "draws": draws},
-                )
+            },
+            **{
+                f"{MOMENTUM} {momentum:g}": {"part": MOMENTUM, "momentum": momentum, "draws": draws}
                 for momentum in settings.momenta
-            ),
-        ]
+            },
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """One check."""

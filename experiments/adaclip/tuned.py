@@ -10,14 +10,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from matplotlib.axes import Axes
 
-from experiments.framework.base import (
-    NOT_EMPTY,
-    BestOfGrid,
-    Experiment,
-    ExperimentMember,
-    Result,
-    Settings,
-)
+from experiments.framework.base import NOT_EMPTY, BestOfGrid, Experiment, Members, Result, Settings
 from experiments.framework.spread import Difference, over_seeds, paired
 from fedsim.reports.plots import COLOURS, curve_style
 from fedsim.settings import Ge
@@ -65,29 +58,27 @@ class TunedRates(Experiment):
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
         """Settings of one training run."""
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """Every rate of every method at every epsilon, with the tuning seeds."""
         settings = self.settings
-        return [
-            self._member(method, epsilon, rate, seed)
+        return {
+            member_name(*point): self.plan(*point)
             for seed in range(1, settings.tuning_seeds + 1)
             for epsilon in settings.epsilons
             for method in self.methods
             for rate in self.grid(method)
-        ]
+            for point in [(method, epsilon, rate, seed)]
+        }
 
-    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+    def followers(self, results: Mapping[str, Result]) -> Members:
         """Fresh seeds of every method at its best rate."""
-        return [
-            self._member(method, epsilon, self.rate(results, method, epsilon), seed)
+        return {
+            member_name(*point): self.plan(*point)
             for seed in self.fresh
             for epsilon in self.settings.epsilons
             for method in self.methods
-        ]
-
-    def _member(self, method: str, epsilon: float, rate: float, seed: int) -> ExperimentMember:
-        name = member_name(method, epsilon, rate, seed)
-        return ExperimentMember(name, self.plan(method, epsilon, rate, seed))
+            for point in [(method, epsilon, self.rate(results, method, epsilon), seed)]
+        }
 
     @property
     def fresh(self) -> range:

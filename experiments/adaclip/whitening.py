@@ -14,14 +14,7 @@ from torch import Tensor
 
 from experiments.adaclip.mnist import LABELS, Mnist, load_images, make_mechanism
 from experiments.adaclip.tuned import TunedRates
-from experiments.framework.base import (
-    ExperimentClaim,
-    ExperimentMember,
-    Report,
-    Result,
-    Table,
-    seeds_text,
-)
+from experiments.framework.base import ExperimentClaim, Members, Report, Result, Table, seeds_text
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired
 from fedsim.mechanisms import AdaClip, Mechanism, State
 from fedsim.reports.plots import COLOURS, grid
@@ -68,13 +61,13 @@ class Whitening(Mnist):
     whitened: ClassVar[frozenset[str]] = frozenset({"adaclip", "whitening"})
     colours: ClassVar[Mapping[str, str]] = {**COLOURS, "whitening": COLOURS["third"]}
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """The standard deviations of the first gradients, and every rate of every method."""
         settings = {"part": SPECTRUM, "dataset": self.settings.dataset}
         spectrum = {**settings, "examples": self.settings.examples}
-        return [ExperimentMember(SPECTRUM, spectrum), *super().members()]
+        return {SPECTRUM: spectrum, **super().members()}
 
-    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+    def followers(self, results: Mapping[str, Result]) -> Members:
         """Fresh seeds at the best rates."""
         return TunedRates.followers(self, results)
 

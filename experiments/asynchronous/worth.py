@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from experiments.framework.base import (
     NOT_EMPTY,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Outcome,
     Report,
     Result,
@@ -185,23 +185,17 @@ class Worth(ConfigRuns):
             for way in self.settings.ways
         }
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """As of `ConfigRuns`, with what no key of a run says."""
         waits = {
             _name(arm.name, way.name): way.synchronous
             for arm in self.settings.arms
             for way in self.settings.ways
         }
-        return [
-            replace(
-                member,
-                settings={
-                    **member.settings,
-                    "synchronous": waits[member.name.rpartition(" seed=")[0]],
-                },
-            )
-            for member in super().members()
-        ]
+        return {
+            name: {**settings, "synchronous": waits[name.rpartition(" seed=")[0]]}
+            for name, settings in super().members().items()
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Hours of the clock and test accuracy of every evaluated version."""

@@ -17,7 +17,7 @@ from experiments.framework.base import (
     BestOfGrid,
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Report,
     Result,
     Settings,
@@ -86,22 +86,23 @@ class LocalSteps(Experiment):
 
     settings: LocalStepsSettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """Every length at every point, with the tuning seeds."""
-        return [
-            self._member(point, length, seed)
+        return {
+            _name(point, length, seed): self._member(point, length, seed)
             for seed in range(1, self.settings.tuning_seeds + 1)
             for point in self._points
             for length in self.settings.lengths
-        ]
+        }
 
-    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+    def followers(self, results: Mapping[str, Result]) -> Members:
         """Fresh seeds at every point, with its best length."""
-        return [
-            self._member(point, self._choice(results, point).value, seed)
+        return {
+            _name(point, length, seed): self._member(point, length, seed)
             for seed in self._fresh
             for point in self._points
-        ]
+            for length in [self._choice(results, point).value]
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Mean distance to w* and gap of f over the last rounds."""
@@ -161,9 +162,9 @@ class LocalSteps(Experiment):
             target_epsilon=s.epsilon, cohort=FullCohort(), rounds=s.rounds, delta=s.delta
         )
 
-    def _member(self, point: Point, length: float, seed: int) -> ExperimentMember:
+    def _member(self, point: Point, length: float, seed: int) -> dict[str, Any]:
         s = self.settings
-        settings = {
+        return {
             "clients": s.clients,
             "dimension": s.dimension,
             "columns": s.columns,
@@ -182,7 +183,6 @@ class LocalSteps(Experiment):
             "seed": seed,
             "noise-multiplier": self._noise_multiplier,
         }
-        return ExperimentMember(_name(point, length, seed), settings)
 
     def _choice(self, results: Mapping[str, Result], point: Point) -> BestOfGrid:
         """Choice of the length with the lowest f; scores are in decibels below a gap of 1."""

@@ -24,7 +24,7 @@ from experiments.framework.base import (
     BestOfGrid,
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Outcome,
     Report,
     Result,
@@ -206,17 +206,18 @@ class Proposition(Experiment):
 
     settings: PropositionSettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """A member for each heterogeneity and start."""
         common = as_table(self.settings, "heterogeneity", "starts", "experiment")
-        return [
-            ExperimentMember(
-                _name(heterogeneity, start),
-                {**common, "heterogeneity": heterogeneity, "start": start},
-            )
+        return {
+            _name(heterogeneity, start): {
+                **common,
+                "heterogeneity": heterogeneity,
+                "start": start,
+            }
             for heterogeneity in self.settings.heterogeneity
             for start in self.settings.starts
-        ]
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Gaps of every seed: of an output drawn at random (its mean), and of the last rounds.

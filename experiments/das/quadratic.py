@@ -16,7 +16,7 @@ from experiments.das.quadratic_pictures import curves, trajectories
 from experiments.framework.base import (
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Report,
     Result,
     Settings,
@@ -75,25 +75,22 @@ class Quadratic(Experiment):
 
     settings: QuadraticSettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """Each case and method: without noise (seed 0), then one run per seed."""
         common = as_table(self.settings, "cases", "seeds", "experiment")
         z = self.noise_multiplier
-        return [
-            ExperimentMember(
-                f"{case.name} {method} seed={seed}",
-                {
-                    **common,
-                    "case": as_table(case, "panel"),
-                    "method": method,
-                    "seed": seed,
-                    "noise-multiplier": z if seed else 0.0,
-                },
-            )
+        return {
+            f"{case.name} {method} seed={seed}": {
+                **common,
+                "case": as_table(case, "panel"),
+                "method": method,
+                "seed": seed,
+                "noise-multiplier": z if seed else 0.0,
+            }
             for case in self.settings.cases
             for method in METHODS
             for seed in range(self.settings.seeds + 1)
-        ]
+        }
 
     @property
     def noise_multiplier(self) -> float:
@@ -209,7 +206,7 @@ class Quadratic(Experiment):
 
 def descend(settings: Mapping[str, Any]) -> Result:
     """Run `DPFedAvg` on the problem once; see `Quadratic.run` for the result."""
-    case = read_table(Case, settings["case"])
+    case = read_table(Case, settings["case"], "case")
     problem = LeastSquares(
         settings["clients"],
         settings["dimension"],

@@ -21,7 +21,6 @@ from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
 from experiments.framework.spread import Difference, mean_text, over_seeds, paired
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, curve_style, grid
-from fedsim.runs.metrics import Row
 
 METHODS = ("clipping", "normalization")
 FEDAVG = "fedavg"
@@ -127,10 +126,6 @@ class DasRegimes(ConfigRuns):
                 for method in METHODS
             }
         return plans
-
-    def summary(self, rows: Sequence[Row]) -> Result:
-        """Test accuracy by round, and the client-level epsilon if there is one."""
-        return {**super().summary(rows), "epsilon": rows[-1].get("epsilon") if rows else None}
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Every complete regime, and the claims where privacy costs what it does in the paper."""

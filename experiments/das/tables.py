@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,6 @@ from experiments.das.features import FILE, Extractor, write_features
 from experiments.framework.base import (
     BestOfGrid,
     ExperimentClaim,
-    LeaderboardEntry,
     Report,
     Result,
     Table,
@@ -21,11 +20,16 @@ from experiments.framework.base import (
     read_table,
     seeds_text,
 )
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
+from experiments.framework.config_runs import (
+    ConfigRuns,
+    ConfigRunsSettings,
+    LeaderboardEntry,
+    Score,
+    best,
+)
 from experiments.framework.spread import Difference, paired, within
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, curve_style, grid
-from fedsim.runs.metrics import Row
 
 METHODS = ("clipping", "normalization")
 SAME = 0.2  # percentage points within which two methods agree
@@ -72,7 +76,7 @@ class Das(ConfigRuns):
 
     @property
     def _features(self) -> dict[str, Any]:
-        return asdict(read_table(Extractor, self.settings.features, "features."))
+        return asdict(read_table(Extractor, self.settings.features, "features"))
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """FedAvg, then every combination of epsilon, C and method."""
@@ -93,10 +97,6 @@ class Das(ConfigRuns):
                         "noise.target-epsilon": epsilon,
                     }
         return plans
-
-    def summary(self, rows: Sequence[Row]) -> Result:
-        """Test accuracy by round, and the client-level epsilon if there is one."""
-        return {**super().summary(rows), "epsilon": rows[-1].get("epsilon") if rows else None}
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """The paper's table at every C and at the best one, and accuracy against C."""

@@ -19,11 +19,13 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from matplotlib.figure import Figure
 
-from fedsim.arguments import as_text
 from fedsim.config import Scalar
 from fedsim.errors import FedsimError
-from fedsim.settings import REQUIRED, Constraint, Ge, Setting, read_setting, settings_of
+from fedsim.settings import Constraint, Ge, Setting, read_setting, read_settings, settings_of
 from fedsim.synonyms import closest
+
+Members = dict[str, Mapping[str, Any]]
+"""Settings of members by name, as JSON values: all that a result depends on, but code and data."""
 
 Result = dict[str, Any]
 """Result of a member, as JSON values: numbers or lists of numbers by name."""
@@ -58,49 +60,42 @@ class Settings:
     seeds: Annotated[int, Ge(1)] = 3
 
 
-def read_table(kind: type[T], tree: Mapping[str, Any], where: str = "") -> T:
+def read_table(kind: type[T], tree: Mapping[str, Any], where: str) -> T:
     """An object of a dataclass from a table of TOML, whose keys are its fields in kebab-case.
 
-    A field is a setting (see `fedsim.settings`), a dataclass, or a list or dict of these.
+    A field is a setting (see `fedsim.settings`), or a list or dict of settings or dataclasses.
 
     Raises
     ------
     FedsimError
-        Naming the first key, after ``where``, that is unknown, missing, or has a value that is not
+        Naming the first key of ``where`` that is unknown, missing, or has a value that is not
         allowed.
     """
-    settings = {setting.key: setting for setting in settings_of(kind)}
-    for key in tree:
+    settings, entries = {setting.key: setting for setting in settings_of(kind)}, {}
+    for key, value in tree.items():
         if key not in settings:
             hint = closest("key", key, settings)
             raise FedsimError(
-                f"unknown key '{where}{key}';{hint} must be one of {', '.join(settings)}."
+                f"unknown key '{where}.{key}';{hint} must be one of {', '.join(settings)}."
             )
-    values = {}
-    for key, setting in settings.items():
-        if key in tree:
-            values[setting.name] = _read(setting, tree[key], where + key)
-        elif setting.default is REQUIRED:
-            raise setting.absent(where + key)
-    return kind(**values)
+        entries[key] = _elements(settings[key], value, f"{where}.{key}")
+    return kind(**read_settings(settings.values(), entries, where))
 
 
-def _read(setting: Setting, value: Any, key: str) -> Any:
+def _elements(setting: Setting, value: Any, key: str) -> Any:
+    """A value with its own elements read: those of a table, a list or a dict."""
     kind: Any = setting.type
-    container, of = get_origin(kind), get_args(kind)
-    if container is list or container is dict or is_dataclass(kind):
-        expected, words = (list, "a list") if container is list else (dict, "a table")
-        if not isinstance(value, expected):
-            raise FedsimError(f"{key} = {as_text(value)}; it must be {words}.")
-    if container is list:
-        one = replace(setting, type=of[0], metadata=())
-        value = [_read(one, inner, f"{key}[{k}]") for k, inner in enumerate(value)]
-    elif container is dict:
-        one = replace(setting, type=of[1], metadata=())
-        value = {name: _read(one, inner, f"{key}.{name}") for name, inner in value.items()}
-    elif isinstance(kind, type) and is_dataclass(kind):
-        return read_table(kind, value, f"{key}.")
-    return read_setting(setting, value, key)
+    container: Any = get_origin(kind)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        return read_table(kind, value, key)
+    if container not in (list, dict) or not isinstance(value, container):
+        return value
+    one = replace(setting, type=get_args(kind)[-1], metadata=())
+    read = {
+        name: read_setting(one, _elements(one, element, f"{key}.{name}"), f"{key}.{name}")
+        for name, element in (value.items() if container is dict else enumerate(value))
+    }
+    return read if container is dict else [*read.values()]
 
 
 def as_table(settings: Any, *without: str) -> dict[str, Any]:
@@ -112,22 +107,6 @@ def as_table(settings: Any, *without: str) -> dict[str, Any]:
 def digest(settings: Mapping[str, Any]) -> str:
     """Short hash of a member's settings, by which its result and its run are found."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class ExperimentMember:
-    """One independent piece of an experiment.
-
-    Attributes
-    ----------
-    name : str
-        Unique name.
-    settings : mapping of JSON values
-        Everything that the result depends on, except the code and the data.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -212,22 +191,6 @@ class ExperimentClaim:
 
 
 @dataclass(frozen=True)
-class LeaderboardEntry:
-    """A method's runs, for a row of the leaderboard.
-
-    Attributes
-    ----------
-    method, federation : str
-    accuracies : mapping of str to float
-        Test accuracy (%) by the member's name, one member a seed.
-    """
-
-    method: str
-    federation: str
-    accuracies: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class BestOfGrid:
     """The choice of the best value of a grid.
 
@@ -284,6 +247,7 @@ class Report:
     choices: Sequence[BestOfGrid] = ()
 
 
+@dataclass(eq=False)
 class Experiment(ABC):
     """Base class; a subclass annotates ``settings`` with the type that its TOML is read as.
 
@@ -299,32 +263,26 @@ class Experiment(ABC):
     """
 
     settings: Settings
+    directory: Path
+    data: Path
+    engine: Mapping[str, Scalar]
     partial: ClassVar[bool] = False
     """Whether `followers` and `report` accept the results of only some of the members."""
-
-    def __init__(
-        self, settings: Settings, directory: Path, data: Path, engine: Mapping[str, Scalar]
-    ) -> None:
-        self.settings, self.directory, self.data, self.engine = settings, directory, data, engine
 
     def prepare(self, out: Path) -> None:  # noqa: B027 - most experiments need nothing
         """Prepare what all members need, below ``out``; called before the first one is run."""
 
     @abstractmethod
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """All members, in the order in which they are run."""
 
-    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+    def followers(self, results: Mapping[str, Result]) -> Members:
         """Members that depend on the results of `members`, such as fresh seeds at chosen rates."""
-        return []
+        return {}
 
     @abstractmethod
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Result of the member with these settings."""
-
-    def entries(self, results: Mapping[str, Result]) -> list[LeaderboardEntry]:
-        """Rows of the leaderboard; most experiments have none."""
-        return []
 
     @abstractmethod
     def report(self, results: Mapping[str, Result]) -> Report:

@@ -17,14 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from experiments.framework.base import (
-    BestOfGrid,
-    Experiment,
-    ExperimentMember,
-    Result,
-    Settings,
-    digest,
-)
+from experiments.framework.base import BestOfGrid, Experiment, Members, Result, Settings, digest
 from experiments.framework.spread import mean_text, over_seeds
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.release_keys import changed_keys
@@ -45,15 +38,11 @@ class ConfigRunsSettings(Settings):
 
     Attributes
     ----------
-    rounds, max_examples : int
-        Replace the run's own values, unless 0.
     pretraining : str
         A config in the directory of ``run.toml``. Its run is trained first, once, and members
         start from its model (`model.weights`).
     """
 
-    rounds: int = 0
-    max_examples: int = 0
     pretraining: str = ""
 
 
@@ -92,8 +81,24 @@ class Score:
         return mean_text(self.finals)
 
 
+@dataclass(frozen=True)
+class LeaderboardEntry:
+    """A method's runs, for a row of the leaderboard.
+
+    Attributes
+    ----------
+    method, federation : str
+    accuracies : mapping of str to float
+        Test accuracy (%) by the member's name, one member a seed.
+    """
+
+    method: str
+    federation: str
+    accuracies: Mapping[str, float]
+
+
 class ConfigRuns(Experiment):
-    """Base class; subclasses define the changed keys (`plans`), and a run's result (`summary`)."""
+    """Base class; subclasses define the changed keys (`plans`)."""
 
     settings: ConfigRunsSettings
     last: ClassVar[int] = 1
@@ -106,18 +111,13 @@ class ConfigRuns(Experiment):
     @cached_property
     def base(self) -> RunConfig:
         """The run that is varied."""
-        return self._config("run.toml")
+        return RunConfig.load(self.directory / "run.toml")
 
     @cached_property
     def pretraining(self) -> RunConfig | None:
         """The run from whose model members start, if there is one."""
-        return self._config(self.settings.pretraining) if self.settings.pretraining else None
-
-    def _config(self, name: str) -> RunConfig:
-        settings = self.settings
-        changes = {"rounds": settings.rounds, "partition.max-examples": settings.max_examples}
-        config = RunConfig.load(self.directory / name)
-        return config.replace(**{key: value for key, value in changes.items() if value})
+        name = self.settings.pretraining
+        return RunConfig.load(self.directory / name) if name else None
 
     def prepare(self, out: Path) -> None:
         """Train the model that members start from, or continue to; once trained, it is kept."""
@@ -126,8 +126,7 @@ class ConfigRuns(Experiment):
             directory = self.runs / f"pretraining-{digest(chosen(self.pretraining))}"
             if not directory.is_dir():  # it has this name once it has finished
                 unfinished = directory.with_name(f".{directory.name}")
-                config = self.pretraining.replace(**{"data.dir": str(self.data)})
-                _finished(config, unfinished)
+                _finished(self.pretraining.replace(**{"data.dir": str(self.data)}), unfinished)
                 unfinished.replace(directory)
             self.weights = directory / "model.safetensors"
 
@@ -135,14 +134,14 @@ class ConfigRuns(Experiment):
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """Keys that each member changes, by the member's name without its seed."""
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """All plans with the first seed, then with the second, and so on."""
         plans = self.plans()
-        return [
-            ExperimentMember(f"{name} seed={seed}", self.member_settings({**plan, "seed": seed}))
+        return {
+            f"{name} seed={seed}": self.member_settings({**plan, "seed": seed})
             for seed in range(1, self.settings.seeds + 1)
             for name, plan in plans.items()
-        ]
+        }
 
     def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
         """Keys of the run's config, without the data's folder, on which no result depends."""
@@ -171,22 +170,20 @@ class ConfigRuns(Experiment):
 
     def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
         """The config of a member."""
-        changes: dict[str, Scalar] = {"data.dir": str(self.data)}
-        changes |= self.engine
-        if "engine.name" not in self.engine:
-            # Members run in parallel processes already: workers within each would be too many.
-            changes.setdefault("engine.workers", 1)
-        if self.weights is not None:
-            changes["model.weights"] = str(self.weights)
-        return RunConfig.from_run_config({**settings["run"], **changes})
+        # Members run in parallel processes already: workers within each would be too many.
+        workers = {} if "engine.name" in self.engine else {"engine.workers": 1}
+        weights = {} if self.weights is None else {"model.weights": str(self.weights)}
+        where = {"data.dir": str(self.data), **workers, **self.engine, **weights}
+        return RunConfig.from_run_config({**settings["run"], **where})
 
     def summary(self, rows: Sequence[Row]) -> Result:
-        """Test accuracy by round, and the example-level epsilon if there is one."""
+        """Test accuracy by round, and the epsilon if there is one."""
         measured = [row for row in rows if "test-accuracy" in row]
+        last: Row = rows[-1] if rows else {}
         return {
             "rounds": [int(row["round"]) for row in measured],
             "accuracy": [float(row["test-accuracy"]) for row in measured],
-            "epsilon": rows[-1].get("example-epsilon") if rows else None,
+            "epsilon": last.get("epsilon", last.get("example-epsilon")),
         }
 
     def scores(self, results: Mapping[str, Result]) -> dict[str, Score]:
@@ -196,10 +193,8 @@ class ConfigRuns(Experiment):
 
     def of_plan(self, results: Mapping[str, Result], name: str) -> list[Result]:
         """Results of one plan, seed by seed; with `partial`, only those that exist."""
-        members = (f"{name} seed={seed}" for seed in range(1, self.settings.seeds + 1))
-        if self.partial:
-            return [results[member] for member in members if member in results]
-        return [results[member] for member in members]
+        members = [f"{name} seed={seed}" for seed in range(1, self.settings.seeds + 1)]
+        return [results[one] for one in members if one in results or not self.partial]
 
     def where(self, examples: str, rounds: str) -> str:
         """Short text on data and scale; ``examples`` and ``rounds`` name the units."""
@@ -207,6 +202,10 @@ class ConfigRuns(Experiment):
         count = f"{base.partition.max_examples:,}" if base.partition.max_examples else "all"
         over = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
         return f"{base.data.name}, {count} {examples}, {base.rounds} {rounds}, {over}"
+
+    def entries(self, results: Mapping[str, Result]) -> list[LeaderboardEntry]:
+        """Rows of the leaderboard; most experiments have none."""
+        return []
 
     def _score(self, results: Sequence[Result]) -> Score:
         curves = 100 * np.array([result["accuracy"] for result in results])

@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,11 +24,12 @@ from typing import Any, get_type_hints
 import torch
 
 import experiments
-from experiments.framework.base import Experiment, ExperimentMember, Result, digest, read_table
+from experiments.framework.base import Experiment, Members, Result, digest, read_table
 from experiments.framework.config_runs import ConfigRuns
 from fedsim import allowed_code, regular_files
-from fedsim.config import RunConfig, Scalar
+from fedsim.config import RunConfig
 from fedsim.config.release_keys import changed_keys
+from fedsim.config.run_config import read_tree
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.privacy.durable import locked, replace
@@ -37,14 +39,15 @@ from fedsim.synonyms import closest
 DIGITS = 6
 """Significant digits of a stored number; results are judged as stored."""
 
-_MARKER = ".fedsim-experiment"
+MARKER = ".fedsim-experiment"
+"""File that marks an ``--out``, and is locked while its results are written."""
 _ROOT = Path(experiments.__file__).parent
 
 
 def directories() -> dict[str, Path]:
     """Directories of this checkout's experiments, by name."""
-    found = Path(experiments.__file__).parent.rglob("experiment.toml")
-    return {path.parent.name: path.parent for path in sorted(found, key=lambda p: p.parent.name)}
+    found = [path.parent for path in _ROOT.rglob("experiment.toml")]
+    return {path.name: path for path in sorted(found, key=lambda path: path.name)}
 
 
 def find(name: str) -> Path:
@@ -67,17 +70,7 @@ def find(name: str) -> Path:
     return known[name]
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Content of a TOML file of an experiment; an error is a sentence that names the file."""
-    try:
-        return regular_files.read_toml(path)
-    except (OSError, ValueError) as error:
-        raise FedsimError(f"{path} cannot be read: {error}.") from None
-
-
-def load(
-    directory: Path, *, data: Path, quick: bool = False, engine: Iterable[str] = ()
-) -> Experiment:
+def load(directory: Path, *, data: Path = Path("data"), engine: Sequence[str] = ()) -> Experiment:
     """Load the experiment of a directory.
 
     Parameters
@@ -85,75 +78,35 @@ def load(
     directory : path
     data : path
         Folder of data sets.
-    quick : bool
-        Apply the table ``[quick]``: a small version, to see that everything works.
-    engine : iterable of str
+    engine : sequence of str
         ``engine.KEY=VALUE``: the engine of members that are runs of a config.
 
     Raises
     ------
     FedsimError
-        If anything in the file is wrong.
+        If anything in the file is wrong, or ``engine`` has another key.
     """
-    tree = read_toml(directory / "experiment.toml")
-    smaller = tree.pop("quick", {})
-    kind, keys = _kind(tree.get("experiment")), _engine_keys(engine)
-    if keys and not issubclass(kind, ConfigRuns):
-        raise FedsimError(
-            f"--set {', '.join(keys)}; it must be left out: the members of {directory.name} are no "
-            "runs of a config, and have no engine."
-        )
+    path = directory / "experiment.toml"
+    tree = read_tree(path)
     allowed_code.allow([experiments.__name__])  # their configs name code of this package
-    settings = read_table(get_type_hints(kind)["settings"], tree | smaller if quick else tree)
-    return kind(settings, directory, data, keys)
-
-
-def _kind(name: object) -> type[Experiment]:
-    module, _, attribute = str(name).partition(":")
-    path = Path(experiments.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
-    kind = path.is_file() and getattr(import_module(f"experiments.{module}"), attribute, None)
-    if not (isinstance(kind, type) and issubclass(kind, Experiment)):
+    module, _, name = str(tree.get("experiment")).partition(":")
+    try:
+        kind: type[Experiment] = getattr(import_module(f"{experiments.__name__}.{module}"), name)
+        if not issubclass(kind, Experiment):
+            raise TypeError(f"{name} is no experiment")
+    except (ImportError, AttributeError, TypeError) as error:
         raise FedsimError(
-            f"experiment = {name!r}; it must be a module and a class of experiments/, such as "
-            "das.tables:Das."
+            f"{path}: experiment = {tree.get('experiment')!r}; it must be a module and a class of "
+            f"experiments/, such as das.tables:Das ({error})."
+        ) from None
+    allowed = issubclass(kind, ConfigRuns) and all(key.startswith("engine.") for key in engine)
+    if engine and not allowed:
+        raise FedsimError(
+            f"--set {engine[0]}; it must be engine.KEY=VALUE, of an experiment whose members are "
+            "runs of a config: what else it is made of stands in its directory."
         )
-    return kind
-
-
-def _engine_keys(overrides: Iterable[str]) -> dict[str, Scalar]:
-    """Parse ``engine.KEY=VALUE`` to the config keys that it changes."""
-    for text in overrides:
-        if not text.startswith("engine."):
-            raise FedsimError(
-                f"--set {text}; it must be engine.KEY=VALUE, which no result depends on: what an "
-                "experiment is made of stands in its directory."
-            )
-    return changed_keys(RunConfig.from_overrides(overrides))
-
-
-@dataclass(frozen=True)
-class StoredResult:
-    """Stored result of one member.
-
-    Attributes
-    ----------
-    settings : str
-        The `digest` of the member's settings.
-    result : Result
-    seconds : float or None
-        Seconds of one core; None for a run on a GPU, or if only the total of all members is known.
-    gpu : float or None
-        Seconds on the clock of a run on a GPU.
-    date, commit : str
-        When it was run, and of which commit; empty if that is not known.
-    """
-
-    settings: str
-    result: Result
-    seconds: float | None = None
-    gpu: float | None = None
-    date: str = ""
-    commit: str = ""
+    settings = read_table(get_type_hints(kind)["settings"], tree, str(path))
+    return kind(settings, directory, data, changed_keys(RunConfig.from_overrides(engine)))
 
 
 @dataclass(frozen=True)
@@ -162,36 +115,36 @@ class Stored:
 
     Attributes
     ----------
-    members : mapping of str to StoredResult
-        Results by the member's name.
-    untimed : float
-        Total seconds of one core of the members without seconds of their own.
+    members : mapping of str to mapping
+        By the member's name: ``settings`` (their `digest`), ``result``, ``seconds`` of one core or
+        ``gpu`` (seconds on the clock of a run on one), ``date``, and ``commit`` if it is known.
+    seconds : float
+        Total seconds of one core of members without seconds of their own.
     """
 
-    members: Mapping[str, StoredResult] = field(default_factory=dict)
-    untimed: float = 0.0
+    members: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
-    def seconds(self) -> float:
+    def core_seconds(self) -> float:
         """Total seconds of one core."""
-        return self.untimed + sum(member.seconds or 0.0 for member in self.members.values())
+        return sum((one.get("seconds", 0.0) for one in self.members.values()), self.seconds)
 
     @property
     def on_gpu(self) -> int:
         """Number of runs on a GPU, which have no seconds of a core."""
-        return 0 if self.untimed else sum(one.seconds is None for one in self.members.values())
+        return 0 if self.seconds else sum("seconds" not in one for one in self.members.values())
 
     @property
-    def private(self) -> int:
-        """Number of private runs, whose ledgers were verified."""
-        return sum("ledger" in member.result for member in self.members.values())
+    def results(self) -> dict[str, Result]:
+        """Results by the member's name."""
+        return {name: one["result"] for name, one in self.members.items()}
 
     @property
     def fingerprint(self) -> str:
         """Hash of all results and their settings, in twelve digits."""
-        results = {name: member.result for name, member in self.members.items()}
-        settings = {name: member.settings for name, member in self.members.items()}
-        content = json.dumps([results, settings], sort_keys=True)
+        settings = {name: one["settings"] for name, one in self.members.items()}
+        content = json.dumps([self.results, settings], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     @classmethod
@@ -204,86 +157,54 @@ class Stored:
             If the file is there and cannot be read.
         """
         path = directory / "results.json"
-        if not path.is_file():
-            return cls()
         try:
-            tree = json.loads(regular_files.read_text(path))
-            members = {name: StoredResult(**member) for name, member in tree["members"].items()}
-            return cls(members, float(tree["seconds"]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            return cls(**json.loads(regular_files.read_text(path))) if path.is_file() else cls()
+        except (OSError, ValueError, TypeError) as error:
             raise FedsimError(f"{path} cannot be read: {error!r}.") from None
 
     def save(self, directory: Path) -> None:
         """Write the file, with one line per member."""
-        lines = []
-        for name, member in sorted(self.members.items()):
-            content: dict[str, Any] = {"settings": member.settings, "result": member.result}
-            for key, value in vars(member).items():
-                if key not in content and value not in (None, ""):
-                    content[key] = round(value, 1) if isinstance(value, float) else value
-            written = json.dumps(content, separators=(",", ":"))
-            lines.append(f"  {json.dumps(name)}: {written}")
-        text = f'{{"seconds": {round(self.untimed)}, "members": {{\n' + ",\n".join(lines) + "\n}}\n"
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps(member, separators=(',', ':'))}"
+            for name, member in sorted(self.members.items())
+        ]
+        text = f'{{"seconds": {round(self.seconds)}, "members": {{\n' + ",\n".join(lines) + "\n}}\n"
         replace(directory / "results.json", text.encode())
 
-    def get(self, member: ExperimentMember) -> StoredResult | None:
-        """Stored result of a member; None if there is none for its present settings."""
-        stored = self.members.get(member.name)
-        return stored if stored and stored.settings == digest(member.settings) else None
+    def of(self, members: Members) -> dict[str, Mapping[str, Any]]:
+        """What is stored of members, for their present settings."""
+        return {
+            name: self.members[name]
+            for name, settings in members.items()
+            if name in self.members and self.members[name]["settings"] == digest(settings)
+        }
 
 
-def shortened(value: Any) -> Any:
-    """Round all numbers to `DIGITS` significant digits, in lists and mappings of any depth."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {name: shortened(inner) for name, inner in value.items()}
-    return [shortened(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def keep(directory: Path, member: ExperimentMember, result: StoredResult) -> None:
-    """Add a member's result to those in a directory, to which other processes may add theirs."""
-    with locked(directory / _MARKER):
+def keep(directory: Path, name: str, member: Mapping[str, Any]) -> None:
+    """Add what is stored of a member to a directory, to which other processes may add theirs."""
+    with locked(directory / MARKER):
         stored = Stored.load(directory)
-        Stored({**stored.members, member.name: result}, stored.untimed).save(directory)
+        Stored({**stored.members, name: member}, stored.seconds).save(directory)
 
 
-def gathered(
-    experiment: Experiment, *stored: Stored
-) -> tuple[dict[str, StoredResult], list[ExperimentMember]]:
-    """Results of an experiment's members, each from the first that has it, and all known members.
+def gathered(experiment: Experiment, *sources: Stored) -> tuple[Stored, Members]:
+    """What is stored of an experiment's members, the first source first, and all known members.
 
     Followers are known once the members on which they depend have been run.
     """
     members = experiment.members()
-    results = _found(members, stored)
-    if len(results) == len(members) or experiment.partial:
-        followers = experiment.followers({name: one.result for name, one in results.items()})
-        members = [*members, *followers]
-        results |= _found(followers, stored)
-    return results, members
-
-
-def _found(
-    members: Sequence[ExperimentMember], stored: Sequence[Stored]
-) -> dict[str, StoredResult]:
-    return {
-        member.name: of_member[0]
-        for member in members
-        if (of_member := [result for one in stored if (result := one.get(member)) is not None])
-    }
+    found = ChainMap(*(source.of(members) for source in sources))
+    if len(found) == len(members) or experiment.partial:
+        members = members | experiment.followers(Stored(found).results)
+        found = ChainMap(*(source.of(members) for source in sources))
+    untimed = any("seconds" not in one and "gpu" not in one for one in found.values())
+    return Stored(found, max(one.seconds for one in sources) * untimed), members
 
 
 def run_members(
-    experiment: Experiment,
-    out: Path,
-    *,
-    workers: int = 0,
-    only: str = "*",
-    again: bool = False,
-    observer: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> Stored:
-    """Run members without a result in the experiment's directory or ``out``; returns all results.
+    experiment: Experiment, out: Path, *, workers: int = 0, only: str = "*", again: bool = False
+) -> Iterator[tuple[str, int, int]]:
+    """Run members without a result in the experiment's directory or ``out``.
 
     Parameters
     ----------
@@ -296,58 +217,52 @@ def run_members(
         Shell pattern that the names of members to run match.
     again : bool
         Whether to run members whose results the experiment's directory stores.
-    observer : callable
-        Called with a member's name, the number of finished members and that of all: at the start
-        (without a name), and after each member.
+
+    Yields
+    ------
+    name, finished, all : str, int, int
+        At the start (without a name) and after each member: its name, the number of finished
+        members, and that of all that are known.
 
     Raises
     ------
     FedsimError
         If a member is refused, or ``out`` holds files that are not an experiment's.
     """
-    _claim(out)
-    finished, stored = Stored.load(out), Stored.load(experiment.directory)
-    done, members = gathered(experiment, finished, stored)
-    observer("", len(done), len(members))
-    while work := [
-        member
-        for member in members
-        if fnmatchcase(member.name, only)
-        and (finished if again else Stored(done)).get(member) is None
-    ]:
-        experiment.prepare(out)
-        names = set(done)
-        for member in _work(experiment, work, workers, out):
-            names.add(member.name)
-            observer(member.name, len(names), len(members))
-        # New results may have made followers known: look again.
-        finished = Stored.load(out)
-        done, members = gathered(experiment, finished, stored)
-    return Stored(done, stored.untimed if any(one.seconds is None for one in done.values()) else 0)
-
-
-def _claim(out: Path) -> None:
-    """Mark a new or empty directory as an experiment's; refuse one with other files."""
-    if out.exists() and not out.is_dir():
-        raise FedsimError(f"--out {out} is a file; it must be a directory.")
-    if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).exists():
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()) and not (out / MARKER).exists():
         raise FedsimError(
-            f"--out {out} holds files and no experiment's marker ({_MARKER}), so that these may be "
+            f"--out {out} holds files and no experiment's marker ({MARKER}), so that these may be "
             "somebody's own; choose another directory."
         )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / _MARKER).touch()
+    (out / MARKER).touch()
+    stored = Stored.load(experiment.directory)
+    while True:  # new results may make followers known
+        finished = Stored.load(out)
+        done, members = gathered(experiment, finished, stored)
+        unwanted = finished.of(members) if again else done.members
+        work = {
+            name: settings
+            for name, settings in members.items()
+            if fnmatchcase(name, only) and name not in unwanted
+        }
+        if not work:
+            return
+        experiment.prepare(out)
+        names = {*unwanted}
+        yield "", len(names), len(members)
+        for name in _work(experiment, work, workers, out):
+            names.add(name)
+            yield name, len(names), len(members)
 
 
-def _work(
-    experiment: Experiment, members: list[ExperimentMember], workers: int, out: Path
-) -> Iterator[ExperimentMember]:
-    """Run members, and yield each as it finishes."""
+def _work(experiment: Experiment, members: Members, workers: int, out: Path) -> Iterator[str]:
+    """Run members, and yield the name of each as it finishes."""
     count = min(workers or os.cpu_count() or 1, len(members))
     if count == 1:
-        for member in members:
-            _run(experiment, out, member)
-            yield member
+        for name, settings in members.items():
+            _run(experiment, out, name, settings)
+            yield name
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -355,7 +270,7 @@ def _work(
     ) as pool:
         # Processes inherit it, from their first instruction on: Ctrl-C is the parent's to answer.
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        futures = {pool.submit(_run, experiment, out, member): member for member in members}
+        futures = {pool.submit(_run, experiment, out, *one): one[0] for one in members.items()}
         signal.signal(signal.SIGINT, on_interrupt)
         try:
             for future in as_completed(futures):
@@ -375,31 +290,40 @@ def _work(
             raise
 
 
-def _run(experiment: Experiment, out: Path, member: ExperimentMember) -> None:
+def _run(experiment: Experiment, out: Path, name: str, settings: Mapping[str, Any]) -> None:
     """Run a member, and keep its result."""
     use_one_thread()
     allowed_code.allow([experiments.__name__])
     start, clock = time.process_time(), time.monotonic()
     try:
-        result = experiment.run(member.settings)
+        result = experiment.run(settings)
     except FedsimError as error:
-        raise FedsimError(f"{member.name}: {error}") from error
+        raise FedsimError(f"{name}: {error}") from error
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    times = (
-        {"gpu": time.monotonic() - clock} if on_gpu else {"seconds": time.process_time() - start}
+    seconds = time.monotonic() - clock if on_gpu else time.process_time() - start
+    stored = {
+        "settings": digest(settings),
+        "result": shortened(result),
+        "gpu" if on_gpu else "seconds": round(seconds, 1),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
+    }
+    keep(out, name, stored)
+
+
+def shortened(result: Result) -> Any:
+    """A result as it is stored: all its numbers with `DIGITS` significant digits."""
+    return json.loads(
+        json.dumps(result), parse_float=lambda text: float(f"{float(text):.{DIGITS}g}")
     )
-    today = datetime.now(UTC).date().isoformat()
-    digested, short = digest(member.settings), shortened(result)
-    keep(out, member, StoredResult(digested, short, **times, date=today, commit=_commit()))
 
 
 @cache
 def _commit() -> str:
     """The checkout's commit, with a plus sign if files differ from it; empty outside of git."""
+    describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        of = partial(subprocess.run, cwd=_ROOT, check=True, capture_output=True, text=True)
-        head = of(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-        changed = of(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(describe, cwd=_ROOT, capture_output=True, text=True, check=False)
+    except OSError:
         return ""
-    return head + "+" * bool(changed)
+    return done.stdout.strip()

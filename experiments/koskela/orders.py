@@ -15,7 +15,7 @@ from experiments.framework.base import (
     NOT_EMPTY,
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Report,
     Result,
     Settings,
@@ -60,25 +60,21 @@ class KoskelaOrders(Experiment):
 
     settings: KoskelaOrdersSettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """The halvings of eta, then the drift by iterate and seed."""
         s = self.settings
-        halvings = ExperimentMember("halvings", {"kind": "halvings", "rates": s.rates})
-        return [halvings] + [
-            ExperimentMember(
-                _name(keep, seed),
-                {
-                    "kind": "drift",
-                    "keep": keep,
-                    "seed": seed,
-                    "iterations": s.iterations,
-                    "dimension": s.dimension,
-                    "tol": s.tol,
-                },
-            )
+        return {"halvings": {"kind": "halvings", "rates": s.rates}} | {
+            _name(keep, seed): {
+                "kind": "drift",
+                "keep": keep,
+                "seed": seed,
+                "iterations": s.iterations,
+                "dimension": s.dimension,
+                "tol": s.tol,
+            }
             for keep in KEEPS
             for seed in range(1, s.seeds + 1)
-        ]
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Rests by eta, or the root mean square of theta's coordinates by T."""

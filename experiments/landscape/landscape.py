@@ -12,14 +12,13 @@ from experiments.framework.base import (
     NOT_EMPTY,
     BestOfGrid,
     ExperimentClaim,
-    ExperimentMember,
-    LeaderboardEntry,
+    Members,
     Report,
     Result,
     Table,
     seeds_text,
 )
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, LeaderboardEntry
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired
 from experiments.landscape.picture import Square, map_picture
 from fedsim.config import RunConfig, Scalar
@@ -130,40 +129,31 @@ class Landscape(ConfigRuns):
         rate = keys.get("cohort.rate", self.base.to_run_config()["cohort.rate"])
         return keys | {"cohort.groups": round(1 / float(rate)), "cohort.rate": ""}
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """All cells, seed by seed; if C is chosen, the choice's cost and each cell's grid."""
         plans = self.plans()
         if not self.settings.clip_norms:
-            return [
-                ExperimentMember(f"{name} seed={seed}", self._settings_of(keys, seed))
+            return {
+                f"{name} seed={seed}": self._settings_of(keys, seed)
                 for seed in self._seeds
                 for name, keys in plans.items()
-            ]
-        return self._prices() + [
-            ExperimentMember(
-                self._label_of(name, bound),
-                self._settings_of(keys | self._bound(name, bound), self._federation(name).seed),
+            }
+        return self._prices() | {
+            self._label_of(name, bound): self._settings_of(
+                keys | self._bound(name, bound), self._federation(name).seed
             )
             for name, keys in plans.items()
             for bound in self.settings.clip_norms
-        ]
+        }
 
-    @property
-    def has_followers(self) -> bool:
-        """Whether bounds are chosen."""
-        return bool(self.settings.clip_norms)
-
-    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+    def followers(self, results: Mapping[str, Result]) -> Members:
         """Fresh seeds at the best bound of every cell whose grid is complete."""
-        return [
-            ExperimentMember(
-                f"{name} seed={seed}",
-                self._settings_of(keys | self._bound(name, choice.value), seed),
-            )
+        return {
+            f"{name} seed={seed}": self._settings_of(keys | self._bound(name, choice.value), seed)
             for name, keys in self.plans().items()
             if (choice := self._choice(results, name)) is not None
             for seed in self._seeds
-        ]
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """The result of a run, or the privacy cost of the best of a random number of such runs."""
@@ -249,16 +239,15 @@ class Landscape(ConfigRuns):
         """Name of a cell's run at one bound of the grid."""
         return f"{name} C={bound:g} seed={self._federation(name).seed}"
 
-    def _prices(self) -> list[ExperimentMember]:
+    def _prices(self) -> Members:
         kinds = {method.noise: method for method in reversed(self.settings.methods)}
-        return [
-            ExperimentMember(
-                f"{PRICE}, {noise}, eps={epsilon:g}",
-                {PRICE: self._settings_of({**method.keys, "noise.target-epsilon": epsilon}, 1)},
-            )
+        return {
+            f"{PRICE}, {noise}, eps={epsilon:g}": {
+                PRICE: self._settings_of({**method.keys, "noise.target-epsilon": epsilon}, 1)
+            }
             for noise, method in kinds.items()
             for epsilon in self.settings.epsilons
-        ]
+        }
 
     def _settings_of(self, keys: dict[str, Scalar], seed: int) -> dict[str, Any]:
         """Settings of a run; only runs with frozen features depend on the pretrained model."""
@@ -341,10 +330,10 @@ class Landscape(ConfigRuns):
     def _price(self, results: Mapping[str, Result]) -> Table:
         """Table of epsilon: of one run, of a random-stopping choice, and of all runs together."""
         rows: list[list[str | float | None]] = []
-        for member in self._prices():
-            if member.name in results:
-                result = results[member.name]
-                noise = member.name.removeprefix(f"{PRICE}, ").partition(", eps=")[0]
+        for name in self._prices():
+            if name in results:
+                result = results[name]
+                noise = name.removeprefix(f"{PRICE}, ").partition(", eps=")[0]
                 rows.append([noise, result["one"], *(result[n] for n in NUMBERS), result["all"]])
         count = len(self.settings.clip_norms)
         title = (

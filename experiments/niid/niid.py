@@ -14,13 +14,12 @@ from experiments.curves import Curve, curves
 from experiments.framework.base import (
     NOT_EMPTY,
     ExperimentClaim,
-    LeaderboardEntry,
     Report,
     Result,
     Table,
     seeds_text,
 )
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, LeaderboardEntry
 from experiments.framework.spread import LEVEL, mean_text, over_seeds
 from fedsim.config import Scalar
 

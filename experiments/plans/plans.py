@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -20,7 +20,6 @@ from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Sc
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
 from fedsim.reports.plots import COLOURS, SERIES, curve_style, grid
-from fedsim.runs.metrics import Row
 
 FREE = "without noise"
 
@@ -70,10 +69,6 @@ class Plans(ConfigRuns):
                 keys = {**way.keys, "noise.target-epsilon": epsilon}
                 plans[_name(way.name, epsilon)] = keys
         return plans
-
-    def summary(self, rows: Sequence[Row]) -> Result:
-        """Test accuracy by round, and the client-level epsilon if there is one."""
-        return {**super().summary(rows), "epsilon": rows[-1].get("epsilon") if rows else None}
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Accuracies by way and epsilon, as a table and a picture, and the claims."""

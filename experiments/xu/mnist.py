@@ -16,7 +16,7 @@ from experiments.framework.base import (
     BestOfGrid,
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Outcome,
     Report,
     Result,
@@ -82,26 +82,24 @@ class XuMnist(Experiment):
 
     settings: XuMnistSettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """Clipping at every rate, and every switch at every beta and rate, with one seed."""
-        rates = self.settings.rates
-        return [
-            *(self._member(None, 0.0, rate, TUNING_SEED) for rate in rates),
-            *(
-                self._member(switch, beta, rate, TUNING_SEED)
-                for switch in self.settings.switches
-                for beta in self._betas(switch)
-                for rate in rates
-            ),
-        ]
+        return {
+            _name(*one): self._member(*one)
+            for switch in (None, *self.settings.switches)
+            for beta in self._betas(switch)
+            for rate in self.settings.rates
+            for one in [(switch, beta, rate, TUNING_SEED)]
+        }
 
-    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+    def followers(self, results: Mapping[str, Result]) -> Members:
         """Fresh seeds of clipping and of every switch, at what was chosen."""
-        return [
-            self._member(switch, *self._chosen(results, switch), seed)
+        return {
+            _name(*one): self._member(*one)
             for seed in self._fresh
             for switch in (None, *self.settings.switches)
-        ]
+            for one in [(switch, *self._chosen(results, switch), seed)]
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Train once: accuracy by epoch, and the share of steps with adaptive noise."""
@@ -169,15 +167,13 @@ class XuMnist(Experiment):
             choices=self._choices(results),
         )
 
-    def _member(
-        self, switch: Switch | None, beta: float, rate: float, seed: int
-    ) -> ExperimentMember:
+    def _member(self, switch: Switch | None, beta: float, rate: float, seed: int) -> dict[str, Any]:
         table = as_table(
             self.settings, "experiment", "seeds", "rates", "betas", "switches", "decay"
         )
         common = {**table, "rate": rate, "seed": seed}
         if switch is None:
-            return ExperimentMember(_name(switch, beta, rate, seed), common)
+            return common
         noise = {
             "threshold": switch.threshold,
             "switch": switch.test,
@@ -185,7 +181,7 @@ class XuMnist(Experiment):
             "beta": beta,
             "decay": self.settings.decay,
         }
-        return ExperimentMember(_name(switch, beta, rate, seed), {**common, "noise": noise})
+        return {**common, "noise": noise}
 
     @property
     def _fresh(self) -> range:

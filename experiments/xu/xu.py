@@ -12,7 +12,7 @@ import numpy as np
 from experiments.framework.base import (
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Report,
     Result,
     Settings,
@@ -88,19 +88,14 @@ class Xu(Experiment):
 
     settings: XuSettings
 
-    def members(self) -> list[ExperimentMember]:
+    def members(self) -> Members:
         """Lemma 1, Theorem 1, and for each method the Beale function with all seeds."""
         toy = as_table(self.settings, "experiment", "digits")
-        return [
-            ExperimentMember(
-                "lemma 1", {"part": "lemma", "draws": self.settings.draws, "seed": LEMMA_SEED}
-            ),
-            ExperimentMember("theorem 1", {"part": "theorem"}),
-            *(
-                ExperimentMember(f"beale {method}", {"part": "beale", **toy, "method": method})
-                for method in METHODS
-            ),
-        ]
+        return {
+            "lemma 1": {"part": "lemma", "draws": self.settings.draws, "seed": LEMMA_SEED},
+            "theorem 1": {"part": "theorem"},
+            **{f"beale {method}": {"part": "beale", **toy, "method": method} for method in METHODS},
+        }
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Compute one of the three parts."""

@@ -208,7 +208,7 @@ def test_experiments_of_an_installed_package_need_a_source_checkout(found):
         "from fedsim.cli import main; main()"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, "experiment", "quadratic", "--quick"],
+        [sys.executable, "-c", code, "experiment", "quadratic", "--again"],
         capture_output=True,
         text=True,
         check=False,

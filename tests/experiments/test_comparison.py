@@ -28,11 +28,12 @@ def test_every_method_runs_and_only_raw_statistics_have_no_epsilon(tmp_path: Pat
     x = (20 * y[:, None, None] + draws.integers(0, 40, (60, 28, 28))).astype(np.uint8)
     np.savez(tmp_path / "mnist.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
     tree = tomllib.loads((COMMITTED / "experiment.toml").read_text())
-    tree |= {"seeds": 1, "rounds": 1, "max-examples": 60, "rates": [0.01, 0.1]} | {"quick": {}}
+    tree |= {"seeds": 1, "rates": [0.01, 0.1]}
     directory = tmp_path / "experiment"
     directory.mkdir()
     (directory / "experiment.toml").write_text(tomli_w.dumps(tree))
-    base = RunConfig.load(COMMITTED / "run.toml").replace(**{"client.batch-size": 30})
+    few = {"rounds": 1, "partition.max-examples": 60, "client.batch-size": 30}
+    base = RunConfig.load(COMMITTED / "run.toml").replace(**few)
     (directory / "run.toml").write_text(base.to_toml())
     shutil.copy(COMMITTED / "judgement.toml", directory)
     judged = run_experiment(directory, tmp_path / "out", data=tmp_path)

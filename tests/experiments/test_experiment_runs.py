@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,17 +31,16 @@ from experiments.framework import run as running
 from experiments.framework.base import (
     Experiment,
     ExperimentClaim,
-    ExperimentMember,
+    Members,
     Report,
     Result,
     digest,
 )
 from experiments.framework.config_runs import ConfigRuns
-from experiments.framework.judge import Judgement, faults_of_page, judge
+from experiments.framework.judge import NOTHING, Judgement, judge
 from experiments.framework.run import (
+    MARKER,
     Stored,
-    StoredResult,
-    _claim,
     directories,
     find,
     keep,
@@ -59,7 +59,7 @@ COMMITTED = ROOT / "experiments"
 
 SMALL: dict[str, dict[str, Any]] = {
     "quadratic": {"clients": 8, "dimension": 12, "columns": 3, "rounds": 6, "steps": 3},
-    "das-fmnist": {"epsilons": [8.0], "clip-norms": [1.0, 20.0], "rounds": 6},
+    "das-fmnist": {"epsilons": [8.0], "clip-norms": [1.0, 20.0]},
     "adaclip-regression": {
         "dimensions": [3, 100],
         "steps": 30,
@@ -122,13 +122,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(name: str, directory: Path) -> Path:
     """A copy of a committed experiment, made small."""
     tree = tomllib.loads((find(name) / "experiment.toml").read_text())
-    tree.pop("quick", None)
     tree |= {"seeds": 2, **SMALL[name]}
     if name == "quadratic":
         tree["cases"] = tree["cases"][:1]
     if name == "das-fmnist":
         base = tomllib.loads((find(name) / "run.toml").read_text())
-        base["data"]["name"] = "digits"
+        base["data"]["name"], base["rounds"] = "digits", 6
         base["partition"]["clients"] = 40
         (directory / "run.toml").write_text(tomli_w.dumps(base))
     (directory / "experiment.toml").write_text(tomli_w.dumps(tree))
@@ -141,7 +140,6 @@ def test_experiment_leaves_a_page_and_pictures(name: str, tmp_path: Path, data: 
     directory, out = tmp_path / "experiment", tmp_path / "out"
     directory.mkdir()
     judged = run_experiment(small(name, directory), out, data=data)
-    assert judged.report is not None
     assert judged.report.claims
     assert all(np.isfinite(value) for value in judged.report.figures.values())
     assert (out / "README.md").read_text() == judged.page
@@ -149,8 +147,7 @@ def test_experiment_leaves_a_page_and_pictures(name: str, tmp_path: Path, data: 
     assert pictures == set(judged.report.pictures)
     # A second time nothing is run again, and the same comes out.
     again = load(directory, data=data)
-    finished = Stored.load(out)
-    assert all(finished.get(member) is not None for member in again.members())
+    assert Stored.load(out).of(again.members()).keys() == again.members().keys()
     assert run_experiment(directory, out, data=data).page == judged.page
 
 
@@ -161,21 +158,11 @@ def test_experiment_leaves_a_page_and_pictures(name: str, tmp_path: Path, data: 
         sorted(path.parent.name for path in COMMITTED.rglob("experiment.toml")),
     ),
 )
-def test_committed_experiment_is_valid_quick_or_not(name: str, data: Path) -> None:
+def test_committed_experiment_is_valid(name: str, data: Path) -> None:
     directory = find(name)
-    for quick in (False, True):
-        made = load(directory, data=data, quick=quick)
-        members = [member.name for member in made.members()]
-        assert members
-        assert len(set(members)) == len(members)
+    assert load(directory, data=data).members()
     assert (directory / "README.md").is_file()
     Judgement.load(directory)
-
-
-def test_quick_is_smaller_than_the_whole(data: Path) -> None:
-    for name in directories():
-        whole, quick = (load(find(name), data=data, quick=quick) for quick in (False, True))
-        assert whole.settings != quick.settings
 
 
 class Counting(Experiment):
@@ -184,8 +171,8 @@ class Counting(Experiment):
     runs: ClassVar[list[int]] = []
     breaks_at: ClassVar[int] = -1
 
-    def members(self) -> list[ExperimentMember]:
-        return [ExperimentMember(f"member {k}", {"k": k}) for k in range(self.settings.seeds)]
+    def members(self) -> Members:
+        return {f"member {k}": {"k": k} for k in range(self.settings.seeds)}
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         if settings["k"] == self.breaks_at:
@@ -202,7 +189,11 @@ class Counting(Experiment):
 
 @pytest.fixture
 def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(running, "import_module", lambda name: _Module)
+    monkeypatch.setattr(
+        running,
+        "import_module",
+        lambda name: _Module if name == "experiments.das.tables" else import_module(name),
+    )
     monkeypatch.setattr(Counting, "runs", [])
     monkeypatch.setattr(Counting, "breaks_at", -1)
     directory = tmp_path / "counting"
@@ -217,6 +208,11 @@ COUNTING = "das.tables:Counting"  # a module that there is, in whose place is th
 
 class _Module:
     Counting = Counting
+
+
+def stored_as(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What is stored of a member."""
+    return {"settings": digest(settings), "result": more.pop("value", {"value": 1}), **more}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -261,11 +257,11 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
         run_experiment(counting, tmp_path / "out")
     assert Counting.runs == [0, 1]
     monkeypatch.setattr(Counting, "breaks_at", -1)
-    told: list[tuple[str, int, int]] = []
-    judged = run_experiment(counting, tmp_path / "out", observer=lambda *seen: told.append(seen))
+    shown = list(run_members(load(counting), tmp_path / "out", workers=1))
     assert Counting.runs == [0, 1, 2, 3]
-    assert told == [("", 2, 4), ("member 2", 3, 4), ("member 3", 4, 4)]
-    assert judged.report is not None
+    assert shown == [("", 2, 4), ("member 2", 3, 4), ("member 3", 4, 4)]
+    judged = run_experiment(counting, tmp_path / "out")
+    assert Counting.runs == [0, 1, 2, 3]
     assert judged.report.figures == {"total": 6.0}
 
 
@@ -273,19 +269,18 @@ def test_stored_members_are_not_run_again_unless_they_are_to_be(
     counting: Path, tmp_path: Path
 ) -> None:
     first = run_experiment(counting, tmp_path / "a", only="* [01]")
-    assert (Counting.runs, first.report, len(first.missing)) == ([0, 1], None, 2)
+    assert (Counting.runs, first.report, len(first.missing)) == ([0, 1], NOTHING, 2)
     first.stored.save(counting)
     second = run_experiment(counting, tmp_path / "b", only="* 3")
     assert (Counting.runs, len(second.missing)) == ([0, 1, 3], 1)
     second.stored.save(counting)
     third = run_experiment(counting, tmp_path / "c")
     assert Counting.runs == [0, 1, 3, 2]
-    assert third.report is not None
     assert third.report.figures == {"total": 6.0}
     for one in third.stored.members.values():
-        assert one.seconds is not None
-        assert re.fullmatch(r"20\d\d-\d\d-\d\d", one.date)
-        assert re.fullmatch(r"[0-9a-f]{12}\+?|", one.commit)
+        assert isinstance(one["seconds"], float)
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", one["date"])
+        assert re.fullmatch(r"[0-9a-f]{12}\+?|", one["commit"])
     third.stored.save(counting)
     for _ in range(2):  # the second time --out has it
         run_experiment(counting, tmp_path / "d", only="* 0", again=True)
@@ -300,22 +295,18 @@ def test_page_estimates_what_was_not_run_from_what_was(
     counting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = load(counting, data=tmp_path)
-    ran = experiment.members()[:1]
-    Stored({m.name: StoredResult(digest(m.settings), {"value": 1}, 7200.0) for m in ran}).save(
-        counting
-    )
+    Stored({"member 0": stored_as({"k": 0}, seconds=7200.0)}).save(counting)
     write_judgement(counting, 'not-run = "No time."\n')
     judged = judge(experiment, Stored.load(counting))
     judged.write(counting)
-    assert (judged.faults, faults_of_page(judged), judged.report) == ([], [], None)
+    assert [*judged.faults(), *judged.faults_of_page()] == []
+    assert "Not measured: nothing here is judged." in judged.page
     assert "No time. 3 of 4 runs are missing: an estimated 6.0 hours of one core" in judged.page
     with pytest.raises(SystemExit):
         main(["experiment", str(counting), "--check"])
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.removeprefix("not run").strip() for line in lines if line.startswith("not run")]
-    assert names == ["member 1", "member 2", "member 3"]
-    whole = judge(experiment, run_members(experiment, tmp_path / "out", workers=1))
-    assert "not-run says why runs are missing, and none is." in whole.faults
+    assert "an estimated 6.0 hours of one core" in capsys.readouterr().out
+    whole = run_experiment(counting, tmp_path / "out")
+    assert "0 results are missing, none, and not-run says 'No time.'." in [*whole.faults()]
 
 
 def test_private_member_has_a_run_directory_whose_ledger_is_verified(
@@ -325,20 +316,20 @@ def test_private_member_has_a_run_directory_whose_ledger_is_verified(
     directory.mkdir()
     made = load(small("das-fmnist", directory), data=tmp_path)
     made.prepare(tmp_path)
-    free, private = made.members()[:2]
-    assert "ledger" not in made.run(free.settings)
-    result = made.run(private.settings)
-    run = tmp_path / "runs" / digest(private.settings)
+    free, private = [*made.members().values()][:2]
+    assert "ledger" not in made.run(free)
+    result = made.run(private)
+    run = tmp_path / "runs" / digest(private)
     assert Ledger.read(run / "ledger.jsonl").head == result["ledger"]
     assert all(one.passed for one in verify_run(run))
-    assert made.run(private.settings) == result  # resumed at its end
+    assert made.run(private) == result  # resumed at its end
     lines = (run / "ledger.jsonl").read_text().splitlines()
     (run / "ledger.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     monkeypatch.setattr(config_runs, "run_config", lambda *_, **__: RunConfig)
     monkeypatch.setattr(RunConfig, "ended", "finished", raising=False)
     monkeypatch.setattr(RunConfig, "metrics", [], raising=False)
     with pytest.raises(FedsimError, match="ledger"):
-        made.run(private.settings)
+        made.run(private)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +337,7 @@ def test_private_member_has_a_run_directory_whose_ledger_is_verified(
     [
         ("das-fmnist", "client.lr=1", "must be engine.KEY=VALUE"),
         ("das-fmnist", "engine.name=slow", "engine.name = 'slow'"),
-        ("quadratic", "engine.device=cpu", "have no engine"),
+        ("quadratic", "engine.device=cpu", "of an experiment whose members are runs of a config"),
     ],
 )
 def test_only_the_engine_of_members_can_be_set(
@@ -356,23 +347,22 @@ def test_only_the_engine_of_members_can_be_set(
         load(find(name), data=tmp_path, engine=[text])
     made = load(find("das-fmnist"), data=tmp_path, engine=["engine.device=cuda"])
     assert isinstance(made, ConfigRuns)
-    engine = made.config_of(made.members()[0].settings).engine
+    engine = made.config_of(next(iter(made.members().values()))).engine
     assert engine.device == "cuda"
     assert engine.workers == 1  # members are processes of their own
     made = load(find("das-fmnist"), data=tmp_path, engine=["engine.name=ray"])
     assert isinstance(made, ConfigRuns)
-    assert made.config_of(made.members()[0].settings).engine.workers == 0
+    assert made.config_of(next(iter(made.members().values()))).engine.workers == 0
 
 
 def test_a_gpus_runs_count_no_seconds_of_a_core(counting: Path, tmp_path: Path) -> None:
     experiment = load(counting, data=tmp_path)
-    members = experiment.members()
     write_judgement(counting, 'not-run = "No time."\n')
 
     def page(*seconds: float | None, untimed: float = 0.0) -> str:
         results = {
-            member.name: StoredResult(digest(member.settings), {"value": 1}, each)
-            for member, each in zip(members, seconds, strict=False)
+            f"member {k}": stored_as({"k": k}, **({} if each is None else {"seconds": each}))
+            for k, each in enumerate(seconds)
         }
         return judge(experiment, Stored(results, untimed)).page
 
@@ -399,8 +389,9 @@ def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_killed_process_is_a_sentence_and_what_has_finished_is_kept(tmp_path: Path) -> None:
-    members = [ExperimentMember(name, {"name": name}) for name in ("short", "killed", "long")]
-    _claim(tmp_path / "out")
+    members: Members = {name: {"name": name} for name in ("short", "killed", "long")}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / MARKER).touch()
     with pytest.raises(FedsimError, match="was killed, perhaps for want of memory"):
         list(running._work(Waiting(), members, 2, tmp_path / "out"))
     assert [*Stored.load(tmp_path / "out").members] == ["short"]
@@ -422,8 +413,7 @@ ENDED = """
 import sys, time
 from pathlib import Path
 
-from experiments.framework.base import ExperimentMember
-from experiments.framework.run import _claim, _work
+from experiments.framework.run import MARKER, _work
 from fedsim.cli.boundary import guarded
 
 
@@ -437,10 +427,11 @@ class Waiting:
 
 
 def command():
-    members = [ExperimentMember(name, {"name": name}) for name in sys.argv[2:]]
-    _claim(Path("out"))
-    for member in _work(Waiting(), members, int(sys.argv[1]), Path("out")):
-        print(member.name, flush=True)
+    members = {name: {"name": name} for name in sys.argv[2:]}
+    Path("out").mkdir()
+    Path("out", MARKER).touch()
+    for name in _work(Waiting(), members, int(sys.argv[1]), Path("out")):
+        print(name, flush=True)
     return 0
 
 
@@ -492,13 +483,11 @@ def test_result_of_other_settings_counts_as_none_and_a_torn_file_is_refused(
     counting: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    judged = run_experiment(counting, out, only="* 1")
-    (member,) = [one for one in judged.members if one.name in judged.stored.members]
-    keep(out, member, StoredResult(digest(member.settings), shortened({"value": 1 / 3}), 0.1))
-    found = Stored.load(out).get(member)
-    assert found is not None
-    assert (found.result, found.seconds) == ({"value": 0.333333}, 0.1)
-    assert Stored.load(out).get(ExperimentMember(member.name, {"x": [1, 2.6]})) is None
+    assert [*run_experiment(counting, out, only="* 1").stored.members] == ["member 1"]
+    keep(out, "member 1", stored_as({"k": 1}, value=shortened({"value": 1 / 3}), seconds=0.1))
+    (found,) = Stored.load(out).of({"member 1": {"k": 1}}).values()
+    assert (found["result"], found["seconds"]) == ({"value": 0.333333}, 0.1)
+    assert Stored.load(out).of({"member 1": {"x": [1, 2.6]}}) == {}
     for torn in ('{"members": "', "[]", "3"):
         (out / "results.json").write_text(torn)
         with pytest.raises(FedsimError, match="cannot be read"):
@@ -506,12 +495,11 @@ def test_result_of_other_settings_counts_as_none_and_a_torn_file_is_refused(
 
 
 def test_processes_that_share_a_directory_keep_each_others_results(tmp_path: Path) -> None:
-    _claim(tmp_path)
-    members = [ExperimentMember(f"member {k}", {"k": k}) for k in range(40)]
+    (tmp_path / MARKER).touch()
     with ThreadPoolExecutor(4) as pool:
-        for member in members:
-            pool.submit(keep, tmp_path, member, StoredResult(digest(member.settings), {"value": 1}))
-    assert {*Stored.load(tmp_path).members} == {member.name for member in members}
+        for k in range(40):
+            pool.submit(keep, tmp_path, f"member {k}", stored_as({"k": k}))
+    assert {*Stored.load(tmp_path).members} == {f"member {k}" for k in range(40)}
 
 
 @pytest.mark.parametrize(
@@ -523,7 +511,7 @@ def test_processes_that_share_a_directory_keep_each_others_results(tmp_path: Pat
         ("seeds = 4\n", "must be a module and a class"),
         ('experiment = "das.tables:Counting"\nseeds = 0\n', "seeds"),
         ('experiment = "das.tables:Counting"\nseedz = 1\n', "seedz"),
-        ("experiment = ", "cannot be read"),
+        ("experiment = ", "is not valid TOML"),
     ],
 )
 def test_mistake_in_an_experiment_is_one_sentence(counting: Path, text: str, message: str) -> None:

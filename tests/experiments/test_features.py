@@ -80,7 +80,7 @@ def test_features_are_made_once_and_every_run_reads_them(data: Path) -> None:
         written |= {path.stat().st_mtime_ns for path in experiment.data.glob(FILE)}
     assert len(written) == 1
     assert experiment.data.parent == data / "out"
-    assert experiment.members()[0].settings["features"]["dataset"] == "cifar100"
+    assert next(iter(experiment.members().values()))["features"]["dataset"] == "cifar100"
 
 
 def test_features_of_the_users_own_are_read_in_place_of_any_made(data: Path) -> None:

@@ -54,7 +54,6 @@ def small(tmp_path: Path, data: Path) -> Callable[..., Judged]:
         directory = tmp_path / name
         shutil.copytree(COMMITTED / name, directory)
         tree = tomllib.loads((COMMITTED / name / "experiment.toml").read_text())
-        tree.pop("quick")
         (directory / "experiment.toml").write_text(tomli_w.dumps(tree | settings))
         base = RunConfig.load(COMMITTED / name / "run.toml").replace(**changes)
         (directory / "run.toml").write_text(base.to_toml())
@@ -67,15 +66,14 @@ def small(tmp_path: Path, data: Path) -> Callable[..., Judged]:
 def test_federated_figures_end_to_end(small: Callable[..., Judged], tmp_path: Path) -> None:
     settings = {
         "seeds": 2,
-        "rounds": 2,
-        "max-examples": 20,
         "randomness": [0.0, 1.0],
         "batches": [5, 10],
         "starts": [0.1, 0.2],
         "rates": [0.01, 0.1],
         "adam-rates": [1e-3],
     }
-    judged = small("koskela-federated", settings, **{"model.widths": "4"})
+    few = {"rounds": 2, "partition.max-examples": 20, "model.widths": "4"}
+    judged = small("koskela-federated", settings, **few)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     wanted = ("1a", "1b", "2a", "2b-0", "2b-33", "2b-100", "3")
     assert {f"figure{n}.png" for n in wanted} <= names
@@ -89,15 +87,14 @@ def test_private_figures_end_to_end_and_every_gradient_is_charged(
 ) -> None:
     settings = {
         "seeds": 1,
-        "rounds": 2,
-        "max-examples": 200,
         "sigmas": [2.0, 8.0],
         "adam-sigmas": [2.0],
         "rates": [0.1],
         "adam-rates": [1e-3, 1e-2],
     }
     changes = {"model.widths": "4", "client.batch-size": 50, "client.adapt-rounds": 1}
-    judged = small("koskela-mnist", settings, **changes)
+    few = {"rounds": 2, "partition.max-examples": 200}
+    judged = small("koskela-mnist", settings, **few, **changes)
     assert {"figure4.png", "figure5.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     # Two rounds of four gradients: two ADADP iterations, then four plain steps.
     cohort = PoissonCohort(rate=50 / 200)
@@ -117,8 +114,6 @@ def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
     settings = {
         "seeds": 2,
         "pretraining": str(tmp_path / "public.toml"),
-        "max-examples": 20,
-        "rounds": 1,
         "starts": [1.0],
         "sigmas": [2.0],
         "adam-sigmas": [2.0],
@@ -126,7 +121,8 @@ def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
         "adam-rates": [1e-3],
     }
     changes = {"client.batch-size": 10, "data.train": "100:"}
-    judged = small("koskela-frozen", settings, **changes)
+    small_run = {"rounds": 1, "partition.max-examples": 20}
+    judged = small("koskela-frozen", settings, **small_run, **changes)
     figures = judged.report.figures
     assert figures["epsilon sigma=2"] > 0
     assert {"adadp from 0.1 sigma=2", "adadp from 1 sigma=2"} <= set(figures)
@@ -137,7 +133,7 @@ def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
     experiment = load(tmp_path / "koskela-frozen", data=tmp_path)
     experiment.prepare(tmp_path / "out")
     assert pretrained.stat().st_mtime_ns == before
-    config = experiment.config_of(experiment.members()[0].settings)
+    config = experiment.config_of(next(iter(experiment.members().values())))
     assert config.model.weights == str(pretrained)
     assert "conv1.weight" in load_file(pretrained)
 
@@ -216,14 +212,14 @@ def test_other_optimisers_inherit_nothing_of_adadp(experiment: str, name: str) -
 def made_up(experiment: Experiment, accuracy: Callable[[str], float]) -> Report:
     """A report of invented results, whose accuracy is a function of the member's name."""
     results: dict[str, Result] = {
-        member.name: {
+        name: {
             "rounds": [0, 1],
-            "accuracy": [0.1, accuracy(member.name)],
-            "eta": [0.1] * member.settings["run"].get("rounds", 1),
+            "accuracy": [0.1, accuracy(name)],
+            "eta": [0.1] * settings["run"].get("rounds", 1),
             "rejected": 0.5,
             "epsilon": 1.0,
         }
-        for member in experiment.members()
+        for name, settings in experiment.members().items()
     }
     return experiment.report(results)
 
@@ -254,9 +250,9 @@ def test_a_verdict_that_turns_with_the_unit_of_eta_0_is_not_decided(data: Path) 
             return (0.2 if summed in member else 0.9) if "adadp" in member else 0.5
 
         results: dict[str, Result] = {
-            member.name: {
+            member: {
                 "rounds": rounds,
-                "accuracy": [accuracy(member.name)] * len(rounds),
+                "accuracy": [accuracy(member)] * len(rounds),
                 "eta": [0.1],
                 "rejected": 0.5,
                 "epsilon": 1.0,
@@ -289,10 +285,10 @@ def test_gap_to_tuned_sgd_is_taken_at_every_scale_and_horizon(data: Path) -> Non
     results: dict[str, Result] = {}
     for member in experiment.members():
         # SGD stands at .8 with its best rate; ADADP climbs from .6 to .9 over the longest run.
-        still = 0.8 if "sgd rate=0.1 " in member.name else 0.5
+        still = 0.8 if "sgd rate=0.1 " in member else 0.5
         climb = [0.6 + 0.3 * r / len(rounds) for r in rounds]
-        accuracy = climb if "adadp" in member.name else [still] * len(rounds)
-        results[member.name] = {"rounds": rounds, "accuracy": accuracy}
+        accuracy = climb if "adadp" in member else [still] * len(rounds)
+        results[member] = {"rounds": rounds, "accuracy": accuracy}
     report = experiment.report(results)
     assert report.figures["gap 20 rounds"] == pytest.approx(60 + 30 * 18 / 200 - 80)
     assert report.figures["gap 200 rounds"] == pytest.approx(90 - 30 * 2 / 200 - 80)

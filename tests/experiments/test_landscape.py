@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,14 @@ def test_fresh_seeds_are_run_at_the_bound_that_is_best_on_validation_examples(
     directory = written(tmp_path / "map")
     first = run_experiment(directory, tmp_path / "out", only="IID, eps=8, a *")
     # Its grid, and then its fresh seeds; the other cells are missing, and their claim is open.
-    results = {name: one.result for name, one in first.stored.members.items()}
+    results = first.stored.results
     grid = {name: r["validation"] for name, r in results.items() if "C=" in name}
     assert len(grid) == 3
     assert set(results) == {*grid, "IID, eps=8, a seed=2", "IID, eps=8, a seed=3"}
     bound = max(sorted(grid), key=grid.__getitem__).split("C=")[1].removesuffix(" seed=1")
     experiment = made(directory)
-    settings = [member.settings for member in experiment.followers(results)]
-    bounds = [experiment.config_of(one).mechanism.clip_norm for one in settings]
+    fresh = experiment.followers(results).values()
+    bounds = [experiment.config_of(one).mechanism.clip_norm for one in fresh]
     assert bounds == [float(bound)] * 2
     assert len(first.missing) == 2 + 3 * 3
     assert first.report is not None
@@ -141,9 +142,7 @@ def test_bounds_and_noise_of_examples_are_their_clients(tmp_path: Path) -> None:
     assert plans["examples, eps=8, n"]["client.mechanism.name"] == "normalization"
     assert plans["examples, eps=8, n"]["mechanism.name"] == "none"
     assert plans["examples, eps=8, n"]["client.noise.target-epsilon"] == 8.0
-    assert [member.name for member in experiment.members()] == [
-        f"{name} seed={seed}" for seed in (1, 2) for name in plans
-    ]
+    assert [*experiment.members()] == [f"{name} seed={seed}" for seed in (1, 2) for name in plans]
 
 
 def test_groups_that_take_turns_are_as_large_as_poisson_cohorts(tmp_path: Path) -> None:
@@ -157,14 +156,15 @@ def test_groups_that_take_turns_are_as_large_as_poisson_cohorts(tmp_path: Path) 
 def test_every_member_is_a_run_that_is_private(name: str) -> None:
     experiment = made(find(name))
     experiment.weights = Path("model.safetensors")
-    for member in experiment.members():
-        config = experiment.config_of(member.settings.get(PRICE, member.settings))
+    for settings in experiment.members().values():
+        config = experiment.config_of(settings.get(PRICE, settings))
         assert config.protects
         assert bool(config.model.weights) == (config.data.name == "cifar10")
 
 
-def test_quick_version_makes_no_claim_of_an_epsilon_that_it_does_not_run() -> None:
-    experiment = load(find("landscape"), data=Path(), quick=True)
+def test_smaller_version_makes_no_claim_of_an_epsilon_that_it_does_not_run() -> None:
+    experiment = made(find("landscape"))
+    experiment.settings = replace(experiment.settings, epsilons=[8.0])
     name = "Fashion-MNIST, IID, eps=8, clipping seed=2"
     report = experiment.report({name: {"test": 80.0, "epsilon": 8.0}})
     assert report.claims

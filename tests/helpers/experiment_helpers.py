@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.framework.judge import Judged, judge
-from experiments.framework.run import load, run_members
+from experiments.framework.run import Stored, load, run_members
 
 
 def run_experiment(
@@ -14,7 +14,9 @@ def run_experiment(
 ) -> Judged:
     """As `fedsim experiment` does: run missing members, judge, and write the page into ``out``."""
     experiment = load(directory, data=data)
-    judged = judge(experiment, run_members(experiment, out, workers=workers, **options))
+    for _ in run_members(experiment, out, workers=workers, **options):
+        pass
+    judged = judge(experiment, Stored.load(out), Stored.load(directory))
     judged.write(out)
     return judged
 

@@ -175,7 +175,7 @@ def test_a_piece_without_enough_time_is_not_begun(tmp_path: Path) -> None:
 
 
 def test_the_pieces_of_a_device_name_runs_that_exist(tmp_path: Path) -> None:
-    named = [m.name for m in load(FULL, data=tmp_path).members()]
+    named = [*load(FULL).members()]
     wanted = gpu.pieces("cuda", tmp_path, tmp_path, tiny=False)
     patterns = [one.command[one.command.index("--only") + 1] for one in wanted if "Fig" in one.name]
     found = [[name for name in named if fnmatchcase(name, pattern)] for pattern in patterns]
