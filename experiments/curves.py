@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.framework.config_runs import Score
+from experiments.framework.spread import over_seeds
 from fedsim.reports.plots import COLOURS, curve_style, grid
 
 _STYLES = {
@@ -104,14 +107,8 @@ def sweeps(
     figure, axes = grid(1, 1, title=title, width=7.5, height=4.4)
     panel = axes[0]
     for label, points, style in lines:
-        panel.errorbar(
-            list(points),
-            [score.mean for score in points.values()],
-            [score.spread for score in points.values()],
-            **_style(style),
-            capsize=3,
-            label=label,
-        )
+        finals = [score.finals for score in points.values()]
+        error_bars(panel, [*points], finals, _STYLES[style], label)
     ticks = sorted({x for _, points, _ in lines for x in points})
     if log:
         panel.set_xscale("log")
@@ -121,6 +118,27 @@ def sweeps(
     panel.set_ylabel("final test accuracy (%); bars: s.d. over seeds")
     panel.legend(frameon=False, fontsize=9)
     return figure
+
+
+def error_bars(
+    panel: Axes,
+    xs: Sequence[float],
+    values: Sequence[Sequence[float]],
+    colour: str,
+    label: str,
+    **style: Any,
+) -> None:
+    """Draw means with standard deviations over seeds, which ``values`` has for every x."""
+    means, spreads = np.transpose([over_seeds(seeds) for seeds in values])
+    style = {**curve_style(colour), **style}
+    panel.errorbar(xs, means, spreads, **style, capsize=3, label=label)
+
+
+def log_ticks(panel: Axes, xs: Sequence[float]) -> None:
+    """Make an axis logarithmic, with a tick at every x and at no other place."""
+    panel.set_xscale("log")
+    panel.set_xticks(xs, [f"{x:g}" for x in xs])
+    panel.minorticks_off()
 
 
 def _style(style: str) -> dict[str, Any]:

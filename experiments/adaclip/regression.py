@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.adaclip.mnist import FORM
+from experiments.curves import log_ticks
 from experiments.framework.base import (
     NOT_EMPTY,
     BestOfGrid,
@@ -292,10 +293,8 @@ class Regression(Experiment):
                 axis.errorbar(
                     dimensions, means, bars, **curve_style(colour), capsize=3, label=label
                 )
-            axis.set_xscale("log")
             axis.set_yscale("log")
-            axis.set_xticks(dimensions, [str(d) for d in dimensions])
-            axis.minorticks_off()
+            log_ticks(axis, dimensions)
             axis.set_xlabel("dimension")
             axis.set_title(panel.title, fontsize=9)
         axes[0].set_ylabel("error $\\|\\theta_T\\|^2$; bars: range of seeds")

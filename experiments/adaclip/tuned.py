@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 from matplotlib.axes import Axes
 
+from experiments.curves import error_bars, log_ticks
 from experiments.framework.base import NOT_EMPTY, BestOfGrid, Experiment, Members, Result, Settings
 from experiments.framework.spread import Difference, over_seeds, paired
-from fedsim.reports.plots import COLOURS, curve_style
+from fedsim.reports.plots import COLOURS
 from fedsim.settings import Ge
 
 PRINTED = "paper, for its neural model"
@@ -197,13 +197,8 @@ class TunedRates(Experiment):
         self, panel: Axes, values: Sequence[Sequence[float]], colour: str, label: str
     ) -> None:
         """Draw means with standard deviations against epsilon."""
-        means, spreads = np.transpose([over_seeds(seeds) for seeds in values])
-        epsilons = self.settings.epsilons
-        style = {**curve_style(colour), "markevery": 1}
-        panel.errorbar(epsilons, means, spreads, **style, capsize=3, label=label)
-        panel.set_xscale("log")
-        panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-        panel.minorticks_off()
+        error_bars(panel, self.settings.epsilons, values, colour, label, markevery=1)
+        log_ticks(panel, self.settings.epsilons)
         panel.set_xlabel("$\\epsilon$")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from experiments.framework.base import (
     Result,
     Table,
 )
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Variant
 from experiments.framework.spread import mean_text, over_seeds, paired
 from fedsim.array_types import Floats, Ints
 from fedsim.config import Scalar
@@ -110,34 +110,21 @@ def _ready(order: Ints, left: Ints, open_times: OpenTimes, version: int, time: f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Way(Variant):
     """One way to collect updates.
 
     Attributes
     ----------
-    name : str
     started : int
         Clients that begin a synchronous round, or train at a time.
     buffer : int
         Updates in a release.
     synchronous : bool
-    keys : dict
-        Further keys of the run that it changes.
     """
 
-    name: str
     started: int
     buffer: int
     synchronous: bool = False
-    keys: dict[str, Scalar] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """Without or with privacy: a name, and the keys of the run that it changes."""
-
-    name: str
-    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +148,7 @@ class WorthSettings(ConfigRunsSettings):
     updates: int
     every: int
     ways: Annotated[list[Way], NOT_EMPTY]
-    arms: Annotated[list[Arm], NOT_EMPTY]
+    arms: Annotated[list[Variant], NOT_EMPTY]
 
 
 class Worth(ConfigRuns):
@@ -249,7 +236,7 @@ class Worth(ConfigRuns):
         return Report(tables, figures, claims, {"accuracy": self._picture(results)})
 
     def _table(
-        self, arm: Arm, hours: Mapping[str, Sequence[float]], results: Mapping[str, Result]
+        self, arm: Variant, hours: Mapping[str, Sequence[float]], results: Mapping[str, Result]
     ) -> Table:
         rows: list[list[str | float | None]] = []
         for way in self.settings.ways:
@@ -271,10 +258,10 @@ class Worth(ConfigRuns):
         ]
         return Table(arm.name, f"{self.settings.title}, {arm.name}", columns, rows)
 
-    def _runs(self, results: Mapping[str, Result], arm: Arm, way: Way) -> list[Result]:
+    def _runs(self, results: Mapping[str, Result], arm: Variant, way: Way) -> list[Result]:
         return self.of_plan(results, _name(arm.name, way.name))
 
-    def _claims(self, arm: Arm, hours: Mapping[str, Sequence[float]]) -> list[ExperimentClaim]:
+    def _claims(self, arm: Variant, hours: Mapping[str, Sequence[float]]) -> list[ExperimentClaim]:
         """Each buffer at the usual server rate against both kinds of synchronous rounds."""
         ways, target = self.settings.ways, f"{100 * self.settings.target:g} %"
         return [

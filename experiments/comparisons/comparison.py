@@ -10,17 +10,9 @@ from matplotlib.figure import Figure
 
 from experiments.curves import Curve, curves
 from experiments.framework.base import NOT_EMPTY, ExperimentClaim, Report, Result, Table
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, Variant, best
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One method: its name, and the keys of the run that it changes."""
-
-    name: str
-    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +32,7 @@ class ComparisonSettings(ConfigRunsSettings):
 
     title: str
     rates: Annotated[list[float], NOT_EMPTY]  # the common grid of all methods
-    methods: Annotated[list[Method], NOT_EMPTY]
+    methods: Annotated[list[Variant], NOT_EMPTY]
     claims: list[Ahead] = field(default_factory=list)
 
 

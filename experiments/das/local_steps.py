@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.curves import log_ticks
 from experiments.das.quadratic import METHODS, descend
 from experiments.framework.base import (
     FLAT,
@@ -251,11 +252,9 @@ class LocalSteps(Experiment):
                 bars = [means - [of.min() for of in gaps], [of.max() for of in gaps] - means]
                 style = {**curve_style(COLOURS[method]), "markevery": 1}
                 panel.errorbar(steps, means, bars, **style, capsize=3, label=method)
-            panel.set_xscale("log")
             panel.set_yscale("log")
             panel.sharey(axes[0])
-            panel.set_xticks(steps, [str(e) for e in steps])
-            panel.minorticks_off()
+            log_ticks(panel, steps)
             panel.set_xlabel("local steps E")
             panel.set_title(name, fontsize=10)
         axes[0].set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])

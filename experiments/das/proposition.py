@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.curves import log_ticks
 from experiments.das.least_squares import Floats, LeastSquares
 from experiments.framework.base import (
     FLAT,
@@ -462,10 +463,8 @@ class Proposition(Experiment):
                 panel.plot(
                     starts, constant * starts, color=INK, linewidth=0.6, linestyle="--", zorder=0
                 )
-            panel.set_xscale("log")
             panel.set_yscale("log")
-            panel.set_xticks(self.settings.starts, [f"{start:g}" for start in self.settings.starts])
-            panel.minorticks_off()
+            log_ticks(panel, self.settings.starts)
             panel.set_title(READINGS[key], fontsize=9)
             panel.set_xlabel("$\\|w_0 - w^*\\|$")
         panels[0].set_ylabel("heterogeneity: mean $f_i(w^*) - \\min f_i$")

@@ -9,6 +9,8 @@ from typing import ClassVar
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.curves import error_bars, log_ticks
+from experiments.das.tables import FEDAVG, METHODS, draw_fedavg
 from experiments.framework.base import (
     BestOfGrid,
     ExperimentClaim,
@@ -20,10 +22,7 @@ from experiments.framework.base import (
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings
 from experiments.framework.spread import Difference, mean_text, over_seeds, paired
 from fedsim.config import Scalar
-from fedsim.reports.plots import COLOURS, curve_style, grid
-
-METHODS = ("clipping", "normalization")
-FEDAVG = "fedavg"
+from fedsim.reports.plots import COLOURS, grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,25 +214,10 @@ class DasRegimes(ConfigRuns):
         for panel, cell in zip(axes, cells, strict=True):
             bounds = cell.regime.clip_norms
             for method in METHODS:
-                scores = [over_seeds(cell.finals[method, bound]) for bound in bounds]
-                panel.errorbar(
-                    bounds,
-                    [mean for mean, _ in scores],
-                    [spread for _, spread in scores],
-                    **curve_style(COLOURS[method]),
-                    capsize=3,
-                    label=method,
-                )
-            panel.axhline(
-                over_seeds(cell.fedavg)[0],
-                color=COLOURS["fedavg"],
-                linestyle="--",
-                linewidth=1,
-                label="FedAvg, not private",
-            )
-            panel.set_xscale("log")
-            panel.set_xticks(bounds, [f"{bound:g}" for bound in bounds])
-            panel.minorticks_off()
+                finals = [cell.finals[method, bound] for bound in bounds]
+                error_bars(panel, bounds, finals, COLOURS[method], method)
+            draw_fedavg(panel, over_seeds(cell.fedavg)[0])
+            log_ticks(panel, bounds)
             panel.set_xlabel("C")
             panel.set_title(f"{cell.regime.name}, $\\epsilon$ = {cell.epsilon:g}", fontsize=10)
         axes[0].set_ylabel("test accuracy (%); bars: s.d. over seeds")

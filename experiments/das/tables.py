@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.curves import error_bars, log_ticks
 from experiments.das.features import FILE, Extractor, write_features
 from experiments.framework.base import (
     BestOfGrid,
@@ -29,7 +31,7 @@ from experiments.framework.config_runs import (
 )
 from experiments.framework.spread import Difference, paired, within
 from fedsim.config import Scalar
-from fedsim.reports.plots import COLOURS, curve_style, grid
+from fedsim.reports.plots import COLOURS, grid
 
 METHODS = ("clipping", "normalization")
 SAME = 0.2  # percentage points within which two methods agree
@@ -198,30 +200,21 @@ class Das(ConfigRuns):
         bounds = settings.clip_norms
         for panel, epsilon in zip(axes, settings.epsilons, strict=True):
             for method in METHODS:
-                tried = [scores[_name(epsilon, method, bound)] for bound in bounds]
-                panel.errorbar(
-                    bounds,
-                    [score.mean for score in tried],
-                    [score.spread for score in tried],
-                    **curve_style(COLOURS[method]),
-                    capsize=3,
-                    label=method,
-                )
-            panel.axhline(
-                scores[FEDAVG].mean,
-                color=COLOURS["fedavg"],
-                linestyle="--",
-                linewidth=1,
-                label="FedAvg, not private",
-            )
-            panel.set_xscale("log")
-            panel.set_xticks(bounds, [f"{bound:g}" for bound in bounds])
-            panel.minorticks_off()
+                finals = [scores[_name(epsilon, method, bound)].finals for bound in bounds]
+                error_bars(panel, bounds, finals, COLOURS[method], method)
+            draw_fedavg(panel, scores[FEDAVG].mean)
+            log_ticks(panel, bounds)
             panel.set_xlabel("C")
             panel.set_title(f"$\\epsilon$ = {epsilon:g}", fontsize=10)
         axes[0].set_ylabel("test accuracy (%); bars: s.d. over seeds")
         axes[0].legend(frameon=False, fontsize=9)
         return figure
+
+
+def draw_fedavg(panel: Axes, accuracy: float) -> None:
+    """Draw FedAvg's accuracy (%) as a line."""
+    colour, label = COLOURS["fedavg"], "FedAvg, not private"
+    panel.axhline(accuracy, color=colour, linestyle="--", linewidth=1, label=label)
 
 
 def _name(epsilon: float, method: str, bound: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,6 +44,14 @@ class ConfigRunsSettings(Settings):
     """
 
     pretraining: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A name, such as a method's, and the keys of the run that it changes."""
+
+    name: str
+    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -159,12 +159,6 @@ class Judgement:
         path = directory / "judgement.toml"
         return read_table(cls, read_tree(path), str(path))
 
-    def sentences(self) -> Iterator[str]:
-        """The sentences in which figures may be inserted."""
-        yield from (self.about, *self.remarks)
-        yield from (panel.setting for panel in self.panels)
-        yield from (claimed.why for claimed in self.claims.values())
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -240,8 +234,7 @@ class Judged:
         panels = [panel.name for panel in judgement.panels]
         yield "panels of claims", [claim.panel for claim in report.claims], panels
         yield "paper", judgement.paper, report.figures
-        places = [place[1] for text in judgement.sentences() for place in _PLACE.finditer(text)]
-        yield "sentences", places, self._figures
+        yield "sentences", [place[1] for place in _PLACE.finditer(self.page)], []
         for panel in judgement.panels:
             yield f"{panel.name}: pictures", panel.pictures, report.pictures
             yield f"{panel.name}: tables", panel.tables, [table.name for table in report.tables]

@@ -18,7 +18,12 @@ from experiments.framework.base import (
     Table,
     seeds_text,
 )
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, LeaderboardEntry
+from experiments.framework.config_runs import (
+    ConfigRuns,
+    ConfigRunsSettings,
+    LeaderboardEntry,
+    Variant,
+)
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired
 from experiments.landscape.picture import Square, map_picture
 from fedsim.config import RunConfig, Scalar
@@ -32,29 +37,25 @@ NUMBERS: tuple[Distribution, ...] = ("logarithmic", "poisson")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FederationKeys:
-    """A federation (data, partition, level of privacy): the keys of the run that it changes.
+class FederationKeys(Variant):
+    """A federation: data, partition, level of privacy.
 
     ``seed`` is the seed of the runs by which bounds are chosen.
     """
 
-    name: str
     level: Literal["client", "example"] = "client"
     seed: int = 1
-    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LandscapeMethod:
-    """A method: the keys of the run that it changes, and a name for its noise and cohort.
+class LandscapeMethod(Variant):
+    """A method, with a name for its noise and cohort.
 
     At example level, its keys of bound and noise apply to the clients' own mechanism; a method
     that changes the cohort exists at client level only.
     """
 
-    name: str
     noise: str = ""
-    keys: dict[str, Scalar] = field(default_factory=dict)
 
     def at(self, level: str) -> dict[str, Scalar] | None:
         """Its keys at a level; None if it does not exist at that level."""

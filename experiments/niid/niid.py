@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, ClassVar
 
@@ -19,7 +19,12 @@ from experiments.framework.base import (
     Table,
     seeds_text,
 )
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, LeaderboardEntry
+from experiments.framework.config_runs import (
+    ConfigRuns,
+    ConfigRunsSettings,
+    LeaderboardEntry,
+    Variant,
+)
 from experiments.framework.spread import LEVEL, mean_text, over_seeds
 from fedsim.config import Scalar
 
@@ -29,11 +34,9 @@ WILD = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedMethod:
-    """A method: the keys of the run that it changes, and its published accuracy (%)."""
+class PublishedMethod(Variant):
+    """A method and its published accuracy (%)."""
 
-    name: str
-    keys: dict[str, Scalar] = field(default_factory=dict)
     mean: float
     deviation: float
 

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 from matplotlib.figure import Figure
 
+from experiments.curves import error_bars, log_ticks
 from experiments.framework.base import (
     NOT_EMPTY,
     ExperimentClaim,
@@ -16,20 +17,12 @@ from experiments.framework.base import (
     Table,
     seeds_text,
 )
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, Variant
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
-from fedsim.reports.plots import COLOURS, SERIES, curve_style, grid
+from fedsim.reports.plots import COLOURS, SERIES, grid
 
 FREE = "without noise"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanVariant:
-    """One way to spend epsilon: its name, and the keys of the run that it changes."""
-
-    name: str
-    keys: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +42,7 @@ class PlansSettings(ConfigRunsSettings):
 
     title: str
     epsilons: Annotated[list[float], NOT_EMPTY]
-    ways: Annotated[list[PlanVariant], NOT_EMPTY]
+    ways: Annotated[list[Variant], NOT_EMPTY]
     claims: list[EpsilonsClaim] = field(default_factory=list)
 
 
@@ -113,20 +106,11 @@ class Plans(ConfigRuns):
         figure, (axes,) = grid(1, 1, title=title, width=9.0, height=5.0)
         epsilons = self.settings.epsilons
         for index, way in enumerate(self.settings.ways):
-            tried = [scores[_name(way.name, epsilon)] for epsilon in epsilons]
-            axes.errorbar(
-                epsilons,
-                [score.mean for score in tried],
-                [score.spread for score in tried],
-                **curve_style(SERIES[index % len(SERIES)]),
-                alpha=1.0 if index < len(SERIES) else 0.5,
-                capsize=3,
-                label=way.name,
-            )
+            tried = [scores[_name(way.name, epsilon)].finals for epsilon in epsilons]
+            colour, alpha = SERIES[index % len(SERIES)], 1.0 if index < len(SERIES) else 0.5
+            error_bars(axes, epsilons, tried, colour, way.name, alpha=alpha)
         axes.axhline(scores[FREE].mean, color=COLOURS["neutral"], linewidth=1, label=FREE)
-        axes.set_xscale("log")
-        axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-        axes.minorticks_off()
+        log_ticks(axes, epsilons)
         axes.set_xlabel("epsilon")
         axes.set_ylabel("test accuracy (%); bars: s.d. over seeds")
         axes.legend(frameon=False, fontsize=8)

@@ -79,7 +79,9 @@ def test_stored_results_are_judged_as_they_were_and_the_page_says_so(name: str) 
 
 @pytest.mark.parametrize("name", directories())
 def test_no_sentence_says_by_hand_how_many_seeds_there_are(name: str) -> None:
-    for sentence in Judgement.load(find(name)).sentences():
+    judgement = Judgement.load(find(name))
+    texts = [judgement.about, *judgement.remarks, *(panel.setting for panel in judgement.panels)]
+    for sentence in [*texts, *(claimed.why for claimed in judgement.claims.values())]:
         assert not re.search(r"(?i)\b(two|three|four|five|six|ten|\d+) (\w+ )?seeds\b", sentence)
 
 
