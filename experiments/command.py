@@ -6,7 +6,6 @@ It is available in a source checkout only. Since this module is imported at ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,26 +91,18 @@ def experiment(
         if not check:
             where = out or Path("runs", "experiments", directory.name)
             ran = run_members(made, where, workers=workers, only=only, again=again)
-            _show_progress(console, where, ran)
+            for member, done, known in ran:
+                console.print(f"{done:>4}/{known}  {member or where}", **_PLAIN)
         judged = judge(made, Stored.load(where), Stored.load(directory))
-        if store and not check:
-            judged.stored.save(directory)
-        for place in [*[where] * (not check), *[directory] * store]:
-            judged.write(place)
-        for line in judged.verdicts if name else ():
-            console.print(line, **_PLAIN)
         if not check:
-            console.print(str(where / "README.md"), **_PLAIN)
+            judged.write(where)
+        if store:
+            judged.write(directory)
+            if not check:
+                judged.stored.save(directory)
+        for line in [*judged.verdicts, str(where / "README.md")] if name else ():
+            console.print(line, **_PLAIN)
         for fault in [*judged.faults(), *(judged.faults_of_page() if check else ())]:
             console.print(Text(fault, style="bold red"))
             wrong = True
     raise typer.Exit(wrong)
-
-
-def _show_progress(console: Output, where: Path, ran: Iterator[tuple[str, int, int]]) -> None:
-    try:
-        for name, done, known in ran:
-            console.print(f"{done:>4}/{known}  {name or 'finished before'}", **_PLAIN)
-    except KeyboardInterrupt:
-        console.print(f"Interrupted. Finished members are kept in {where}; run it again.")
-        raise typer.Exit(130) from None

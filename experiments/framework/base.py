@@ -174,15 +174,9 @@ class ExperimentClaim:
         texts: dict[str, list[str]] = {}
         for reading, (_, measured) in readings.items():
             texts.setdefault(measured, []).append(reading)
-        return cls(
-            name,
-            panel,
-            says,
-            verdicts.pop() if len(verdicts) == 1 else None,
-            "; ".join(f"{', '.join(of)}: {measured}" for measured, of in texts.items()),
-            open,
-            readings,
-        )
+        all_measured = "; ".join(f"{', '.join(of)}: {text}" for text, of in texts.items())
+        reproduced = verdicts.pop() if len(verdicts) == 1 else None
+        return cls(name, panel, says, reproduced, all_measured, open, readings)
 
     @property
     def turns(self) -> bool:

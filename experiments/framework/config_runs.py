@@ -79,11 +79,6 @@ class Score:
         return over_seeds(self.finals)[0]
 
     @property
-    def spread(self) -> float:
-        """Standard deviation of the final accuracies."""
-        return over_seeds(self.finals)[1]
-
-    @property
     def text(self) -> str:
         """Mean and standard deviation as text, for a table's cell."""
         return mean_text(self.finals)

@@ -301,13 +301,9 @@ class Judged:
             text += f": an estimated {hours} of one core"
         return f"{self.judgement.not_run.strip()} {text}.".strip()
 
-    @property
-    def _figures(self) -> dict[str, float]:
-        return {"seeds": self.experiment.settings.seeds, **self.report.figures}
-
     def filled(self, sentence: str) -> str:
         """Insert figures into a sentence; places that name no figure are left unchanged."""
-        figures = self._figures
+        figures = {"seeds": self.experiment.settings.seeds, **self.report.figures}
         return _PLACE.sub(
             lambda p: format(figures[p[1]], p[2] or "g") if p[1] in figures else p[0], sentence
         )
@@ -322,7 +318,6 @@ class Judged:
             stored=self.stored,
             report=self.report,
             measured=self.report is not NOTHING,
-            private=sum("ledger" in result for result in self.stored.results.values()),
             printed=[[name, says, here.get(name)] for name, says in self.judgement.paper.items()],
             papers=PAPERS,
             flat=f"{FLAT:g}",
