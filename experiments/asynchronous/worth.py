@@ -34,7 +34,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.buffered.schedule import OpenTimes, ReleaseSchedule
 from fedsim.privacy.laws.buffered import Buffered
 from fedsim.privacy.laws.sampler import declared_population
-from fedsim.reports.plots import SERIES, curve_style, grid
+from fedsim.reports.plots import INK, SERIES, curve_style, grid
 from fedsim.runs.resolve import resolve
 from fedsim.runs.runner import drive
 
@@ -320,7 +320,7 @@ class Worth(ConfigRuns):
                     )
                 (line,) = panel.plot(hours, mean, **curve_style(colour), label=way.name)
                 drawn.setdefault(way.name, line)
-            panel.axhline(100 * settings.target, color="black", linewidth=0.8, linestyle=":")
+            panel.axhline(100 * settings.target, color=INK, linewidth=0.8, linestyle=":")
             panel.set_xscale("log")
             panel.xaxis.set_major_formatter(lambda hour, _: f"{hour:g}")
             panel.sharey(panels[0])
