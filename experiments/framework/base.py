@@ -86,8 +86,8 @@ def _elements(setting: Setting, value: Any, key: str) -> Any:
     """A value with its own elements read: those of a table, a list or a dict."""
     kind: Any = setting.type
     container: Any = get_origin(kind)
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        return read_table(kind, value, key)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return read_table(kind, read_setting(replace(setting, type=dict), value, key), key)
     if container not in (list, dict) or not isinstance(value, container):
         return value
     one = replace(setting, type=get_args(kind)[-1], metadata=())

@@ -158,9 +158,13 @@ class Stored:
         """
         path = directory / "results.json"
         try:
-            return cls(**json.loads(regular_files.read_text(path))) if path.is_file() else cls()
-        except (OSError, ValueError, TypeError) as error:
+            stored = cls(**json.loads(regular_files.read_text(path))) if path.is_file() else cls()
+            complete = all({"settings", "result"} <= one.keys() for one in stored.members.values())
+            if not (complete and stored.core_seconds >= 0):
+                raise ValueError("a member lacks its settings or its result")
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise FedsimError(f"{path} cannot be read: {error!r}.") from None
+        return stored
 
     def save(self, directory: Path) -> None:
         """Write the file, with one line per member."""

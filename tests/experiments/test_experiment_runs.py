@@ -488,7 +488,8 @@ def test_result_of_other_settings_counts_as_none_and_a_torn_file_is_refused(
     (found,) = Stored.load(out).of({"member 1": {"k": 1}}).values()
     assert (found["result"], found["seconds"]) == ({"value": 0.333333}, 0.1)
     assert Stored.load(out).of({"member 1": {"x": [1, 2.6]}}) == {}
-    for torn in ('{"members": "', "[]", "3"):
+    empty = '{"members": {"member 1": {"settings": ""}}}'
+    for torn in ('{"members": "', "[]", "3", '{"members": 3}', '{"seconds": "a"}', empty):
         (out / "results.json").write_text(torn)
         with pytest.raises(FedsimError, match="cannot be read"):
             run_experiment(counting, out)

@@ -340,6 +340,8 @@ def test_difference_without_a_cause_is_a_fault() -> None:
         ({"claims": {"c": {"verdict": "true"}}}, "claims.c.verdict = 'true'; it must be"),
         ({"claims": {"c": {**CONFIRMED, "cause": "x"}}}, "claims.c.cause = 'x'; it must be"),
         ({"claims": [1]}, "claims = [1]; it must be a table"),
+        ({"claims": {"c": 1}}, "claims.c = 1; it must be a table"),
+        ({"panels": [3]}, "panels.0 = 3; it must be a table"),
         ({"panels": []}, "panels = []; it must be a list that is not empty"),
         ({"panels": [{"name": "a", "shows": "s"}]}, "panels.0.setting is not set"),
         ({"panels": [{"nam": "a"}]}, "unknown key 'judgement.panels.0.nam'; did you mean 'name'?"),
