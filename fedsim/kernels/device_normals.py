@@ -76,12 +76,13 @@ def normals_at(key: Tensor, counter: Tensor, size: int, *, hardened: bool) -> Te
     return out
 
 
-def uniforms_at(key: Tensor, counter: Tensor, size: int) -> Tensor:
+def uniforms_at(key: Tensor, counter: Tensor, size: int, piece: int = 0) -> Tensor:
     """Uniform draws in [0, 1) of ``n`` streams, float64 ``[n, size]``: four for each counter.
 
-    Parameters as of `normals_at`.
+    Parameters as of `normals_at`; ``piece`` counts pieces of ``size`` draws in the streams.
     """
-    first = torch.arange(-(-size // 4), dtype=torch.int64, device=key.device)
+    count = -(-size // 4)
+    first = torch.arange(piece * count, (piece + 1) * count, dtype=torch.int64, device=key.device)
     words = [column.unsqueeze(1) for column in (*counter.unbind(1), *key.unbind(1))]
     drawn = torch.stack(philox((first[None], *words[:3]), words[3:]), dim=2)
     return ((drawn.flatten(1)[:, :size] >> 11) & (2**53 - 1)).double() * 2.0**-53

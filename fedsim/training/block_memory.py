@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedsim.clients.base import PERSONAL_MASK, State, Step
+from fedsim.training.graphs import map_tensors
+from fedsim.training.paths.dropout import DropoutPath
 from fedsim.training.private_steps import PrivateStepper
-from fedsim.training.steps import Stepper
+from fedsim.training.steps import DROPOUT_COUNTER, DROPOUT_KEY, Stepper
 
 _log = logging.getLogger(__name__)
 
@@ -84,20 +86,24 @@ def block_bytes(stepper: Stepper, private: PrivateStepper | None, clients: int, 
             received[PERSONAL_MASK] = torch.zeros_like(theta)
         state = algorithm.init(theta, received)
         index = torch.zeros(clients, width, dtype=torch.int64, device=device)
+        if isinstance(stepper.path, DropoutPath):
+            key, counter = index.new_zeros(clients, 2), index.new_zeros(clients, 3)
+            state |= {DROPOUT_KEY: key, DROPOUT_COUNTER: counter}
+        buffers: dict[str, int] = {}
+
+        def note(name: str, tensor: Tensor) -> Tensor:
+            buffers[name] = tensor.nbytes
+            return tensor
+
         # Some algorithms take two kinds of steps in turn.
         for step in (Step(1, 0), Step(1, 1)):
             if private is None:
                 stepper.step_eagerly(state, index, theta.new_ones(clients, width), step)
             else:
                 private.try_step(state, index, step)
-        captured = 0 if stepper.captured_step is None else _bytes(state)
+            map_tensors(state, "", note)
     peak: int = live.peak
-    return peak + captured
-
-
-def _bytes(state: State) -> int:
-    storages = {t.untyped_storage() for t in tree_leaves([*state.values()]) if torch.is_tensor(t)}
-    return sum(storage.nbytes() for storage in storages)
+    return peak + (0 if stepper.captured_step is None else sum(buffers.values()))
 
 
 def clients_within(

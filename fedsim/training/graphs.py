@@ -105,9 +105,10 @@ class StepGraphs:
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
         buffered, structure = self._copy_to_buffers({**state, INDEX: index, WEIGHT: weight}, rows)
-        new_state, losses = self._step(buffered, structure, step, rows)
-        # An algorithm may add entries and drop others: the state is what the step left.
+        # A capture needs the memory that the entries had outside the buffers. And an algorithm may
+        # add entries and drop others: the state is what the step left.
         state.clear()
+        new_state, losses = self._step(buffered, structure, step, rows)
         state.update((name, value[:n]) for name, value in new_state.items())
         # The next replay writes over the losses, which are read only at the end of the block.
         return losses[:n].clone()
@@ -150,7 +151,7 @@ class StepGraphs:
             saved.append((tensor, tensor.clone()))
             return tensor
 
-        _map_tensors(buffered, "", save)
+        map_tensors(buffered, "", save)
 
         def work() -> tuple[State, Tensor]:
             state = _entries(buffered)
@@ -191,7 +192,7 @@ class StepGraphs:
                 moves.append((buffer[: len(tensor)], tensor))
             return buffer[:rows]
 
-        result: State = _map_tensors(entries, "", in_buffer)
+        result: State = map_tensors(entries, "", in_buffer)
         storages = {_storage(buffer) for buffer in self._buffers.values()}
         # Entries may have changed places (an algorithm swaps two of its tensors): what is in
         # another's buffer is saved before anything is written there.
@@ -255,17 +256,17 @@ class _CapturedStep:
     losses: Tensor
 
 
-def _map_tensors(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> Any:
     """A state, or a part of one, with ``change`` applied to every tensor and its own name."""
     if isinstance(value, Tensor):
         return change(name, value)
     if isinstance(value, Mapping):
-        return {key: _map_tensors(entry, f"{name}.{key}", change) for key, entry in value.items()}
+        return {key: map_tensors(entry, f"{name}.{key}", change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_map_tensors(entry, f"{name}.{i}", change) for i, entry in enumerate(value)]
+        return [map_tensors(entry, f"{name}.{i}", change) for i, entry in enumerate(value)]
     if isinstance(value, DenseGradient | ParameterGradients | FactoredGradient | LayerFactors):
         entry = {f.name: getattr(value, f.name) for f in fields(value)}
-        return replace(value, **_map_tensors(entry, name, change))
+        return replace(value, **map_tensors(entry, name, change))
     return value  # a gradient's fields that are not tensors
 
 

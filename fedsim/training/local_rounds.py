@@ -101,7 +101,8 @@ class LocalRounds:
     def __post_init__(self) -> None:
         trained = self.trained
         if self.privacy is not None:
-            method = Probe(trained).fastest(gradient_methods(trained))
+            path = self.stepper.path if isinstance(self.stepper.path, DropoutPath) else None
+            method = Probe(trained).fastest(gradient_methods(trained, path))
             work, stepper = self.workload.work, self.stepper
             # Refuses a mechanism and noise with which every client would fail. No client's size
             # decides this, since it may be protected: clients with less than a batch fail alone.

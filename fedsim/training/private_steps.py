@@ -128,8 +128,7 @@ class PrivateStepper:
         own = {name: state.pop(name) for name in [*state] if name.startswith(RELEASE)}
         releaser = self.releaser.with_numbers(_entries(own, _NUMBER))
         total = releaser.start(_entries(own, _STATE), len(index))
-        point = self.algorithm.point(state)
-        losses = self._add_rows(total, point, index, usable, counts, seeds)
+        losses = self._add_rows(total, state, index, usable, at, counts, seeds)
         release = releaser.release(total, BlockNoise(self._draws(own, at)))
         # The guarantee rests on this: the release is all that the algorithm sees of the examples.
         self.algorithm.step(state, DenseGradient(self.stepper.packing.pack(release.mean)), at)
@@ -137,31 +136,34 @@ class PrivateStepper:
         return losses
 
     def try_step(self, state: State, index: Tensor, at: Step) -> None:
-        """A step of a made-up block, on one chunk ``[n, B]`` and noise that has been drawn."""
+        """A step of a made-up block, on a chunk ``[n, B]`` taken twice, and noise that is drawn."""
         n, release = len(index), self.releaser
         given = {_NUMBER + k: v.expand(n) for k, v in release.owner_numbers.items()}
         for name, initial in release.mechanism.init(release.layout).items():
             given[_STATE + name] = initial.to(index.device).expand(n, *initial.shape)
         draws = torch.zeros(n, sum(release.draw_sizes), dtype=torch.float64, device=index.device)
+        index = index[:, None].expand(-1, 2, -1)
         usable = torch.ones_like(index, dtype=torch.bool)
         state |= given | {_DRAWS: draws}
-        replace(self, draws_in_step=False).step_eagerly(state, index[:, None], usable[:, None], at)
+        replace(self, draws_in_step=False).step_eagerly(state, index, usable, at)
 
     def _add_rows(
         self,
         total: PartialSum,
-        point: Tensor,
+        state: State,
         index: Tensor,
         usable: Tensor,
+        at: Step,
         counts: Sequence[Sequence[int]] | None,
         seeds: Sequence[Sequence[int]] | None,
     ) -> Tensor:
         """Add the examples' gradients chunk by chunk, in bounded memory; returns their losses."""
-        data, dtype = self.stepper.data, self.stepper.dtype
+        stepper, dtype, point = self.stepper, self.stepper.dtype, self.algorithm.point(state)
         n, chunks, B = index.shape
         losses = torch.zeros_like(usable, dtype=dtype)
         for chunk in range(chunks):
-            x, y = data.inputs(index[:, chunk], dtype), data.targets(index[:, chunk], dtype)
+            x = stepper.inputs(state, index[:, chunk], at, chunk)
+            y = stepper.data.targets(index[:, chunk], dtype)
             weights = usable[:, chunk].double()
             real = [B] * n if counts is None else counts[chunk]
             own_seeds = None if seeds is None else seeds[chunk]
@@ -169,6 +171,7 @@ class PrivateStepper:
                 clients, b = block.clients, block.rows.count
                 losses[clients, chunk, :b] = block.losses
                 total.add_owners(block.rows, weights[clients, :b], block.counts, clients)
+                del block  # or its rows would be there beside the next ones
         return losses.flatten(1)
 
     def _draws(self, own: State, at: Step) -> Tensor:

@@ -22,6 +22,7 @@ from fedsim.errors import FedsimError, printable
 from fedsim.models.parameters import call_with
 from fedsim.named_tensors import each
 from fedsim.training.own_state import OwnState
+from fedsim.training.paths.dropout import DropoutPath
 from fedsim.training.paths.examples import (
     GradientMethod,
     OpacusMethod,
@@ -35,6 +36,7 @@ from fedsim.training.paths.factored import (
     owned_by_layers,
     product_layers,
 )
+from fedsim.training.paths.masks import with_masks
 from fedsim.training.paths.path_choice import TrainedModel
 from fedsim.training.paths.recurrent import with_products
 from fedsim.training.side_effects import reproducible_arithmetic, seeded
@@ -49,12 +51,24 @@ TOLERANCE = 1e-5
 SEED = 1
 
 
-def gradient_methods(trained: TrainedModel) -> list[GradientMethod]:
-    """Methods that a model's structure allows, from the fastest to one that takes every model."""
+def gradient_methods(
+    trained: TrainedModel, path: DropoutPath | None = None
+) -> list[GradientMethod]:
+    """Methods that a model's structure allows, from the fastest to one that takes every model.
+
+    With the path of a model with dropout, they take its masks among the inputs.
+    """
     model, packing, loss, program = trained.model, trained.packing, trained.loss, trained.program
     state = OwnState(model, loss, packing.slices)
     structure, read_loss = trained.reading.structure, trained.reading.loss
     methods: list[GradientMethod] = []
+    if path is not None and structure is not None:
+        model, loss = path.model, path.loss
+        if layers := product_layers(structure, packing):
+            methods.append(HookMethod(model, packing, loss, layers))
+        methods.append(VmapMethod(model, packing, loss, None))
+        state = OwnState(model, loss, packing.slices)
+        return [*methods, SingleExampleMethod(model, packing, loss, state, draws=False)]
     if structure is not None and read_loss is not None:
         module = structure.module
         # On a GPU a program's convolutions go one client at a time, and hooks take a block.
@@ -286,8 +300,13 @@ class Probe:
         self, method: GradientMethod, batch: _Batch, *, drawing: bool = True
     ) -> tuple[Tensor, Tensor]:
         self._set_mode(drawing)
-        with seeded(SEED, batch.x.device):
-            rows, losses = method.of_client(self._theta, batch.x.clone(), batch.y)
+        x = batch.x.clone()
+        if drawing:
+            key, counter = (torch.full((1, k), SEED, device=x.device) for k in (2, 3))
+            dtype = self.trained.packing.layout.dtype
+            x = with_masks(method.model, x[None], key, counter, dtype)[0]
+        with seeded(SEED, x.device):
+            rows, losses = method.of_client(self._theta, x, batch.y)
         return rows.dense()[0], losses
 
 

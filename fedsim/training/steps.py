@@ -17,6 +17,7 @@ from fedsim.training.batches import Batches
 from fedsim.training.client_state import CarriedState
 from fedsim.training.data import ClientData
 from fedsim.training.paths.dropout import DropoutPath
+from fedsim.training.paths.masks import with_masks
 from fedsim.training.paths.path_choice import Path
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.side_effects import Seeds, reproducible_arithmetic
@@ -125,19 +126,23 @@ class Stepper:
         Tensor ``[n, B]``
             Loss of each example, unweighted.
         """
-        x, y = self.data.inputs(index, self.dtype), self.data.targets(index, self.dtype)
+        x, y = self.inputs(state, index, at), self.data.targets(index, self.dtype)
         point = self.algorithm.point(state)
-        if isinstance(self.path, DropoutPath) and DROPOUT_KEY in state:
-            counter = counter_of_step(state[DROPOUT_COUNTER], at)
-            draws = state[DROPOUT_KEY], counter
-            gradient, losses = self.path.gradient(point, x, y, weight, draws)
-        elif seeds is None:
+        if seeds is None:
             gradient, losses = self.path.gradient(point, x, y, weight)
         else:
             assert isinstance(self.path, PlainPath)
             gradient, losses = self.path.gradient(point, x, y, weight, seeds)
         self.update(state, gradient, at)
         return losses
+
+    def inputs(self, state: State, index: Tensor, at: Step, chunk: int = 0) -> Tensor:
+        """Inputs ``[n, B, ...]`` of examples; with masks of dropout, if the step draws them."""
+        x = self.data.inputs(index, self.dtype)
+        if isinstance(self.path, DropoutPath):
+            counter = counter_of_step(state[DROPOUT_COUNTER], at)
+            x = with_masks(self.path.model, x, state[DROPOUT_KEY], counter, self.dtype, chunk)
+        return x
 
     def update(self, state: State, gradient: Gradient, at: Step) -> None:
         """Update the state by these gradients, scaled down to `max_norm` where that is set."""

@@ -16,6 +16,7 @@ from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
+from fedsim.training.graphs import StepGraphs
 from fedsim.training.private_steps import PrivateLoop
 
 aten = torch.ops.aten
@@ -62,6 +63,11 @@ def can_fake_a_gpu() -> bool:
 needs_a_fake_gpu = pytest.mark.skipif(
     not can_fake_a_gpu(), reason="this torch cannot pretend that there is a GPU"
 )
+
+
+_no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _no_gpu])]
+"""A device, and a CPU that stands in for it: see `on_device`."""
 
 
 class Reads(SGD):
@@ -166,6 +172,37 @@ def as_if_on_a_gpu(monkeypatch, trainer):
 
     monkeypatch.setattr(PrivateLoop, "_prepare_noise", on_it)
     return trainer
+
+
+def on_device(monkeypatch, device, make, *, captured, recorder=None):
+    """The trainer ``make(device)``, made to train blocks, and its parameters.
+
+    On a CPU its tensors say that they are on a GPU, and a `Tape`, or another recorder, captures.
+    Clients with example-level privacy draw their noise in the step on both.
+    """
+    for module in ("local_rounds", "trainer"):
+        monkeypatch.setattr(f"fedsim.training.{module}.draws_on_device", lambda *_: True)
+    trainer = make(device)
+    if device == "cuda":
+        assert trainer.stepper.captured_step is not None
+        trainer.stepper.captured_step.can_capture = captured
+        return trainer, trainer.initial()
+    vector = pretend(trainer.initial())
+    trainer = as_if_on_a_gpu(monkeypatch, trainer)
+    stepper = trainer.stepper
+    if private := trainer.rounds.private:
+        trainer.rounds.releases = None
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, **kind: pretend(zeros(*size, **kind)))
+    graphs = StepGraphs(private or stepper, recorder or Tape(), trainer.population)
+    stepper.captured_step = graphs if captured else None
+    return trainer, vector
+
+
+def assert_captured(trainer):
+    """That the trainer's steps have been captured."""
+    assert trainer.stepper.captured_step.can_capture
+    assert trainer.stepper.captured_step.graphs
 
 
 def rounds(trainer, vector, cohorts):

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+from math import prod
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from clients_helpers import make_data
-from cuda_helpers import ALGORITHMS, NoReadingBack, Tape, as_if_on_a_gpu, pretend, rounds
+from cuda_helpers import (
+    ALGORITHMS,
+    DEVICES,
+    NoReadingBack,
+    Tape,
+    as_if_on_a_gpu,
+    assert_captured,
+    on_device,
+    pretend,
+    rounds,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fedsim.clients import SGD
+from fedsim.clients import SGD, AdadpLR, Step
 from fedsim.errors import FedsimError
 from fedsim.kernels.device_normals import uniforms_at
 from fedsim.mechanisms import Clipping
@@ -21,7 +34,10 @@ from fedsim.randomness import Randomness
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.graphs import StepGraphs
 from fedsim.training.paths.dropout import DropoutPath
+from fedsim.training.paths.masks import with_masks
 from fedsim.training.paths.path_choice import choose
+from fedsim.training.probe import gradient_methods
+from fedsim.training.steps import DROPOUT_COUNTER, DROPOUT_KEY
 
 SIZES = [9, 5, 7, 1, 14, 0, 12]
 COHORTS = [[0, 1, 4], range(7), range(4)]
@@ -43,9 +59,15 @@ def trainer_of(model=None, algorithm=None, path="func", **settings):
     )  # fmt: skip
 
 
-def test_uniform_draws_fill_the_unit_interval_and_are_a_streams_own():
-    key = torch.tensor([[1, 2], [3, 4]])
-    counter = torch.tensor([[5, 6, 7], [5, 6, 7]])
+@pytest.mark.parametrize("device", DEVICES)
+def test_uniform_draws_are_numpys_fill_the_unit_interval_and_are_a_streams_own(device):
+    key = torch.tensor([[1, 2], [3, 4]], device=device)
+    counter = torch.tensor([[5, 6, 7], [5, 6, 7]], device=device)
+    for own, drawn in zip(key.tolist(), uniforms_at(key, counter, 1001).cpu(), strict=True):
+        # numpy's generator begins with the second block of a stream.
+        philox = np.random.Philox(key=own, counter=[0, 5, 6, 7])
+        np.testing.assert_array_equal(drawn[4:], np.random.Generator(philox).random(997))
+    assert torch.equal(uniforms_at(key, counter, 8, 3), uniforms_at(key, counter, 32)[:, 24:])
     drawn = uniforms_at(key, counter, 40_001)
     assert drawn.shape == (2, 40_001)
     assert 0 <= drawn.min() < 1e-3 < 1 - 1e-3 < drawn.max() < 1
@@ -54,32 +76,214 @@ def test_uniform_draws_fill_the_unit_interval_and_are_a_streams_own():
     assert len(drawn[0].unique()) == 40_001
 
 
-def test_a_step_is_that_of_a_loop_with_the_same_masks():
-    trainer = trainer_of()
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(36, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(F.dropout(self.first(x), 0.5, self.training)))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.first, self.last = nn.Dropout(0.5), nn.Linear(36, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.last(self.drop(self.first(self.drop(x.flatten(1)))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.GRU(6, 5, num_layers=2, dropout=0.4, batch_first=True)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.layers(x.unflatten(1, (6, 6)))[0][:, -1])
+
+
+class LayerByLayer(Recurrent):
+    """The same by one call of torch's for each layer, with dropout written out."""
+
+    def forward(self, x):
+        h = x.unflatten(1, (6, 6))
+        for k in range(2):
+            names = (f"{kind}_l{k}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+            own = [getattr(self.layers, name) for name in names]
+            start = h.new_zeros(1, len(h), 5)
+            h, _ = torch.gru(h, start, own, True, 1, 0.0, False, False, True)
+            h = F.dropout(h, 0.4) if k == 0 else h
+        return self.last(h[:, -1])
+
+
+DROPPING = {
+    "layers": model_of,
+    "function": Functional,
+    "twice": Twice,
+    "channels": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Dropout2d(0.5),
+        nn.Flatten(), nn.Linear(64, 3),
+    ),
+    "between recurrent layers": Recurrent,
+}  # fmt: skip
+MASKS = {
+    "layers": [(0.5, 12), (0.25, 8)],
+    "function": [(0.5, 12)],
+    "twice": [(0.5, 36), (0.5, 12)],
+    "channels": [(0.5, 4, 1, 1)],
+    "between recurrent layers": [(0.4, 6, 5)],
+}
+"""Probability and shape of each mask of an example, in the order of their calls."""
+
+
+def seeded_model(name):
+    torch.manual_seed(2)
+    return DROPPING[name]().double()
+
+
+def masks_of(name, key, counter, batch, piece=0):
+    """Masks ``[n, B, ...]`` of a model's calls."""
+    sizes = [batch * prod(shape) for _, *shape in MASKS[name]]
+    drawn = uniforms_at(key, counter, sum(sizes), piece).split(sizes, dim=1)
+    return [
+        (uniform.view(len(key), batch, *shape) >= p).double() / (1 - p)
+        for uniform, (p, *shape) in zip(drawn, MASKS[name], strict=True)
+    ]
+
+
+def plain_gradient(monkeypatch, name, named, x, y, weight, masks):
+    """Gradient ``[d]`` and losses ``[B]`` of the user's model, which drops by these masks."""
+    left = iter(masks)
+    model = LayerByLayer().double() if name == "between recurrent layers" else seeded_model(name)
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in named.items()}
+    with monkeypatch.context() as patch, torch.enable_grad():
+        for function in ("dropout", "dropout2d"):
+            patch.setattr(F, function, lambda h, *_, **__: h * next(left))
+        outputs = torch.func.functional_call(model.to(x.device).train(), leaves, (x,))
+        losses = F.cross_entropy(outputs, y, reduction="none")
+        gradients = torch.autograd.grad((losses * weight).sum(), [*leaves.values()])
+    assert next(left, None) is None
+    return torch.cat([gradient.flatten() for gradient in gradients]), losses.detach()
+
+
+def two_clients(trainer):
+    """Parameters, keys, counters and batches of two clients, of four examples each."""
+    generator, device = torch.Generator().manual_seed(4), trainer.device
+    theta = trainer.packing.pack(trainer.initial()[None]).expand(2, -1).clone()
+    theta[1] *= 1.1
+    x = torch.randn(2, 4, 36, dtype=torch.float64, generator=generator)
+    y = torch.randint(3, (2, 4), generator=generator)
+    key, counter = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    return theta, *(tensor.to(device) for tensor in (key, counter, x, y))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_step_is_that_of_a_loop_with_the_same_masks(monkeypatch, name, device):
+    trainer = trainer_of(seeded_model(name), device=device)
     path, packing = trainer.path, trainer.packing
     assert isinstance(path, DropoutPath)
-    key, counter = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    theta = packing.pack(trainer.initial()[None]).expand(2, -1).clone()
-    x, y = torch.randn(2, 4, 36, dtype=torch.float64), torch.randint(3, (2, 4))
-    weight = torch.tensor([[0.25] * 4, [0.5, 0.5, 0.0, 0.0]], dtype=torch.float64)
-    gradient, losses = path.gradient(theta, x, y, weight, (key, counter))
-    drawn = uniforms_at(key, counter, 4 * (12 + 8))
+    theta, key, counter, x, y = two_clients(trainer)
+    weight = torch.tensor([[0.25] * 4, [0.5, 0.5, 0.0, 0.0]], dtype=torch.float64).to(x.device)
+    masked = with_masks(path.model, x, key, counter, torch.float64)
+    gradient, losses = path.gradient(theta, masked, y, weight)
+    masks = masks_of(name, key, counter, 4)
     for k in range(2):
-        named = {
-            name: leaf.requires_grad_() for name, leaf in packing.named(theta[k].clone()).items()
-        }
-        first, second = drawn[k].split([4 * 12, 4 * 8])
-        h = torch.relu(nn.functional.linear(x[k], named["1.weight"], named["1.bias"]))
-        h = h * (first.view(4, 12) >= 0.5) / 0.5
-        h = torch.tanh(nn.functional.linear(h, named["4.weight"], named["4.bias"]))
-        h = h * (second.view(4, 8) >= 0.25) / 0.75
-        outputs = nn.functional.linear(h, named["7.weight"], named["7.bias"])
-        own = cross_entropy(outputs, y[k], reduction="none")
-        torch.testing.assert_close(losses[k], own.detach())
-        expected = torch.autograd.grad((own * weight[k]).sum(), [*named.values()])
-        for leaf, name in zip(expected, named, strict=True):
-            place = packing.slices[name]
-            torch.testing.assert_close(gradient.values[k, place], leaf.flatten())
+        own = packing.named(theta[k]), x[k], y[k], weight[k], [mask[k] for mask in masks]
+        expected, own_losses = plain_gradient(monkeypatch, name, *own)
+        torch.testing.assert_close(losses[k], own_losses)
+        torch.testing.assert_close(packing.unpack(gradient.values[k : k + 1])[0], expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", DROPPING)
+def test_rows_of_examples_are_those_of_a_loop_with_the_same_masks(monkeypatch, name, device):
+    private = ExamplePrivacy(Clipping(1.0), 1.0)
+    trainer = trainer_of(seeded_model(name), device=device, privacy=private)
+    methods = gradient_methods(trainer.trained, trainer.path)
+    chosen = trainer.rounds.private.method
+    factored = ["factored"] * (name != "between recurrent layers")
+    assert [method.name for method in methods] == [*factored, "vmapped", "one by one"]
+    assert (chosen.name, chosen.takes_blocks) == (methods[0].name, True)
+    theta, key, counter, x, y = two_clients(trainer)
+    masks, one = masks_of(name, key, counter, 4, piece=3), x.new_ones(1)
+    masked = with_masks(trainer.path.model, x, key, counter, torch.float64, 3)
+    for method in methods:
+        found = [method.of_client(theta[k], masked[k], y[k]) for k in range(2)]
+        rows = torch.cat([rows.dense() for rows, _ in found])
+        losses = torch.stack([losses for _, losses in found])
+        if method.takes_blocks:
+            block, block_losses = method.block_rows(theta, masked, y)
+            torch.testing.assert_close(block.dense(), rows, rtol=0, atol=1e-12)
+            torch.testing.assert_close(block_losses, losses, rtol=0, atol=1e-12)
+        for k, j in itertools.product(range(2), range(4)):
+            example, own = slice(j, j + 1), [mask[k, j : j + 1] for mask in masks]
+            given = trainer.packing.named(theta[k]), x[k, example], y[k, example], one, own
+            expected, loss = plain_gradient(monkeypatch, name, *given)
+            torch.testing.assert_close(rows[k, j], expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(losses[k, example], loss, rtol=0, atol=1e-12)
+
+
+@pytest.mark.spanning
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("algorithm", ["sgd", "adadp"])
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_block_on_a_gpu_drops_what_a_cpu_does(
+    monkeypatch, name, private, algorithm, captured, device
+):
+    own = {"privacy": ExamplePrivacy(Clipping(0.5), 0.7, chunk=4)} if private else {}
+    own |= {"algorithm": AdadpLR(lr=0.1, discard=False) if private else ALGORITHMS[algorithm]}
+
+    def make(device):
+        return trainer_of(seeded_model(name), device=device, **own)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedsim.training.local_rounds.draws_on_device", lambda *_: True)
+        patch.setattr("fedsim.training.trainer.draws_on_device", lambda *_: True)
+        cpu = make("cpu")
+        expected = rounds(cpu, cpu.initial(), COHORTS)
+    trainer, vector = on_device(monkeypatch, device, make, captured=captured)
+    assert not trainer.rounds.draws_one_by_one
+    found = rounds(trainer, vector, COHORTS)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if private else 1e-10)
+    if captured:
+        assert_captured(trainer)
+
+
+def test_masks_of_protected_examples_are_a_clients_own_and_other_ones_in_each_step_and_chunk():
+    used, found, chunks = [], [], set()
+
+    def noted(*given):
+        chunks.add(given[-1])
+        return with_masks(*given)
+
+    for block_size in (1, 7):
+        trainer = trainer_of(
+            privacy=ExamplePrivacy(Clipping(0.5), 0.7, chunk=4), block_size=block_size
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Randomness, "address_observer", used.append)
+            patch.setattr("fedsim.training.steps.with_masks", noted)
+            found += rounds(trainer, trainer.initial(), [range(7)])
+    assert torch.equal(*found)
+    assert chunks == {0, 1}
+    addresses = [one for one in used if one.purpose.name == "DROPOUT"]
+    steps = trainer.workload.steps(np.arange(7))
+    assert len(addresses) == 2 * steps.sum()
+    assert len({*addresses}) == steps.sum()
+    _, key, counter, _, _ = two_clients(trainer)
+    state = {DROPOUT_KEY: key, DROPOUT_COUNTER: counter}
+    drawn = [
+        trainer.stepper.inputs(state, torch.arange(8).view(2, 4), Step(1, step), chunk).tensors
+        for step, chunk in itertools.product(range(3), repeat=2)
+    ]
+    for one, other in itertools.combinations(drawn, 2):
+        assert not any(torch.equal(one[k], other[k]) for k in one if k.startswith("mask"))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adadp", "scheduled"])
@@ -125,36 +329,35 @@ def test_all_but_the_dropout_is_the_graphs_own():
     trainer = trainer_of()
     read, path = trainer.trained.reading.structure.module, trainer.path.model
     assert path.get_submodule("4") is read.get_submodule("4")
-    assert isinstance(read.get_submodule("3"), nn.Dropout)
-    assert not isinstance(path.get_submodule("3"), nn.Dropout)
+    of_read, of_path = (
+        {node.target for node in graph.graph.nodes if node.op == "call_module"}
+        for graph in (read, path)
+    )
+    assert of_read - of_path == {"3", "6"}
 
 
-class Functional(nn.Linear):
-    def forward(self, x):
-        return nn.functional.dropout(super().forward(x.flatten(1)), 0.5, self.training)
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.drop, self.layer = nn.Dropout(0.5), nn.Linear(36, 3)
-
-    def forward(self, x):
-        return self.drop(self.layer(self.drop(x)))
-
-
-def test_the_rule_takes_it_on_a_gpu_alone_and_other_draws_nowhere():
-    trained = trainer_of(path="auto").trained
-    assert trainer_of(path="auto").path.name == "plain"
+@pytest.mark.parametrize("privacy", [None, ExamplePrivacy(Clipping(1.0), 1.0)])
+def test_the_rule_takes_it_on_a_gpu_alone_and_other_draws_nowhere(privacy):
+    trained = trainer_of(path="auto", privacy=privacy).trained
+    assert trainer_of(path="auto", privacy=privacy).path.name == "plain"
     assert isinstance(choose("auto", trained, CUDA), DropoutPath)
     assert choose("plain", trained, CUDA).name == "plain"
-    for other in (nn.Sequential(Functional(36, 3)).double(), Twice().double()):
-        trained = trainer_of(other, path="auto").trained
+    for other in (
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.Dropout(0.5), nn.AlphaDropout(0.5)),
+        nn.Sequential(DropsWeights(36, 3), nn.Dropout(0.5)),
+    ):
+        trained = trainer_of(other.double(), path="auto", privacy=privacy).trained
         assert choose("auto", trained, CUDA).name == "plain"
         with pytest.raises(FedsimError, match="draws random numbers"):
-            trainer_of(other)
-    private = trainer_of(path="auto", privacy=ExamplePrivacy(Clipping(1.0), 1.0))
-    assert choose("auto", private.trained, CUDA).name == "plain"
+            trainer_of(other.double(), privacy=privacy)
+
+
+class DropsWeights(nn.Linear):
+    """One mask for all examples: not an input of each."""
+
+    def forward(self, x):
+        weight = nn.functional.dropout(self.weight, 0.5, self.training)
+        return nn.functional.linear(x.flatten(1), weight, self.bias)
 
 
 def test_no_mask_is_read_back(monkeypatch):
@@ -164,7 +367,8 @@ def test_no_mask_is_read_back(monkeypatch):
     x = pretend(torch.randn(1, 4, 36, dtype=torch.float64))
     y, weight = pretend(torch.zeros(1, 4, dtype=torch.int64)), pretend(torch.ones(1, 4).double())
     with NoReadingBack():
-        trainer.path.gradient(theta, x, y, weight, draws)
+        masked = with_masks(trainer.path.model, x, *draws, torch.float64)
+        trainer.path.gradient(theta, masked, y, weight)
 
 
 class Partly(nn.Module):
@@ -196,7 +400,8 @@ def test_a_layer_that_stays_off_drops_nothing_and_one_in_place_writes_to_its_inp
     weight = torch.ones(1, 4, dtype=torch.float64)
     model = Partly(off=off, inplace=inplace).double()
     theta = path.packing.pack(torch.cat([p.detach().flatten() for p in model.parameters()])[None])
-    _, losses = path.gradient(theta, x, y, weight, (key, counter))
+    masked = with_masks(path.model, x, key, counter, torch.float64)
+    _, losses = path.gradient(theta, masked, y, weight)
     first, second = uniforms_at(key, counter, 4 * 24)[0].view(2, 4, 12)
     h = model.first(x[0])
     dropped = h * (first >= 0.5) / 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -497,6 +498,28 @@ def test_steps_of_a_whole_block_are_those_of_one_client_after_another(monkeypatc
             found.append(on_a_gpu(patch, AdaClip(0.5), make, method, **how)[0])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [VmapMethod, HookMethod])
+def test_a_chunks_rows_are_gone_before_the_next_ones_are_made(monkeypatch, kind):
+    make, method = METHODS["vmap" if kind is VmapMethod else "hooks"]
+    made, of_client = [], kind.of_client
+
+    def watched(own, *given):
+        assert not any(rows() for rows in made)
+        rows, losses = of_client(own, *given)
+        made.append(weakref.ref(rows))
+        return rows, losses
+
+    monkeypatch.setattr(kind, "of_client", watched)
+    data = make_data(SIZES, features=36, shape=(1, 6, 6))
+    trainer = trainer_of(Clipping(0.5), model=make(), data=data)
+    private = trainer.rounds.private
+    trainer.rounds.private = dataclasses.replace(
+        private, method=method(trainer.trained, private.method)
+    )
+    updates(trainer)
+    assert len(made) > 20
 
 
 @pytest.mark.parametrize("name", ["residual", "attention", "u-net", "wide-and-deep", "lora"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from cuda_helpers import DEVICES, assert_captured, on_device, rounds
 from torch import nn
 
 from fedsim.clients import SGD
@@ -69,15 +72,12 @@ def trainer_of(kind, path, layers=1, **settings):
     )  # fmt: skip
 
 
-def rows(trainer):
-    return torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(3), 1)])
-
-
 @pytest.mark.parametrize(("kind", "layers"), [("rnn", 1), ("gru", 1), ("lstm", 2)])
 def test_the_path_func_trains_as_torchs_layer_does(kind, layers):
     func, plain = trainer_of(kind, "func", layers), trainer_of(kind, "plain", layers)
     assert func.path.name == "func"
-    torch.testing.assert_close(rows(func), rows(plain), rtol=0, atol=1e-10)
+    found, expected = (rounds(t, t.initial(), [range(3)])[0] for t in (func, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     one, other = (
         np.concatenate([b.metrics["loss"] for b in t.evaluate(t.initial(), np.arange(3), 1)])
         for t in (func, plain)
@@ -85,7 +85,41 @@ def test_the_path_func_trains_as_torchs_layer_does(kind, layers):
     np.testing.assert_allclose(one, other, atol=1e-12)
 
 
-def test_the_rule_takes_it_on_a_gpu_alone_and_never_with_dropout_between_layers():
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize(("kind", "layers"), [("gru", 1), ("lstm", 2)])
+@pytest.mark.parametrize("private", [False, True])
+def test_a_block_on_a_gpu_trains_as_a_loop_over_clients(
+    monkeypatch, private, kind, layers, captured, device
+):
+    """Beside torch's own layer, or with protected examples Opacus's, one client after another."""
+    own = {"privacy": ExamplePrivacy(Clipping(0.5), 0.7), "epochs": None, "steps": 3}
+    own = own if private else {}
+    cohorts = [range(3), [0, 2], range(3)]
+
+    def make(device):
+        path, place = ("plain", "cpu") if device == "loop" else ("func", device)
+        trainer = trainer_of(kind, path, layers, device=place, **own)
+        if private and device == "cpu":  # the probe has seen that it is none
+            products = with_products(trainer.trained.reading.structure.module)
+            method = trainer.rounds.private.method
+            method = VmapMethod(products, method.packing, method.loss, None)
+            trainer.rounds.private = dataclasses.replace(trainer.rounds.private, method=method)
+        return trainer
+
+    for module in ("local_rounds", "trainer"):
+        monkeypatch.setattr(f"fedsim.training.{module}.draws_on_device", lambda *_: True)
+    loop = make("loop")
+    expected = rounds(loop, loop.initial(), cohorts)
+    trainer, vector = on_device(monkeypatch, device, make, captured=captured)
+    found = rounds(trainer, vector, cohorts)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if private else 1e-10)
+    if captured:
+        assert_captured(trainer)
+
+
+def test_the_rule_takes_it_on_a_gpu_alone_and_dropout_between_layers_only_by_masks():
     trained = trainer_of("gru", "auto").trained
     assert trainer_of("gru", "auto").path.name == "plain"
     assert choose("auto", trained, torch.device("cuda")).name == "func"
@@ -93,6 +127,7 @@ def test_the_rule_takes_it_on_a_gpu_alone_and_never_with_dropout_between_layers(
     assert with_products(structure) is not None
     next(m for m in structure.modules() if isinstance(m, nn.GRU)).dropout = 0.5
     assert with_products(structure) is None
+    assert with_products(structure, masked=True) is not None
 
 
 def test_dropout_after_a_recurrent_layer_is_taken_too():

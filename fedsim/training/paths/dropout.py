@@ -1,149 +1,94 @@
-"""The func path of models with dropout: masks are drawn at counters, each client's its own.
+"""The func path of models with dropout, whose masks are inputs (`fedsim.training.paths.masks`).
 
-torch's generator serves one client at a time, and a captured step would repeat its draws. Here each
-dropout layer of the graph that was read is replaced by a product with a mask, which is drawn before
-the pass for all clients: a function of the client's key, the round and the step, and so the same
-whoever shares the block. They are other masks than those of the path `plain`.
+Each call of dropout in the graph that was read becomes a product with a mask, and so does dropout
+between the layers of a recurrent layer. They are other masks than those of the path `plain`, which
+draws with torch's generator. Whatever else draws is left in the graph, and `torch.func.vmap`
+refuses it.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.func import grad, vmap
+import torch.nn.functional as F
+from torch import fx, nn
 
-from fedsim.clients.base import DenseGradient, Gradient
-from fedsim.kernels.device_normals import uniforms_at
-from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.paths.func import FuncPath
-from fedsim.training.paths.recurrent import with_products
+from fedsim.training.paths.masks import MaskedProduct, WithoutMasks, masked_products
+from fedsim.training.paths.recurrent import Products, copied, with_products
 from fedsim.training.structure.reading import Structure
-from fedsim.training.structure.values import Batched
+from fedsim.training.structure.values import leads
 
-
-class MaskedProduct(nn.Module):
-    """Dropout by a mask that it is given; without one, as in evaluation, it does nothing.
-
-    Parameters
-    ----------
-    p : float
-        Probability with which a number is dropped.
-    inplace : bool
-        Whether it writes into its inputs, which the forward may use again.
-    shape : sequence of int
-        Shape of one example's inputs.
-    """
-
-    def __init__(self, p: float, inplace: bool, shape: Sequence[int]) -> None:
-        super().__init__()
-        self.p, self.inplace, self.shape = p, inplace, tuple(shape)
-        self.mask: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The numbers that are kept, divided by the probability with which they are."""
-        if self.mask is None:
-            return x
-        return x.mul_(self.mask) if self.inplace else x * self.mask
+_OF_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 @dataclass(frozen=True)
 class DropoutPath(FuncPath):
-    """`FuncPath` of a model whose only draws are those of dropout layers, called once each."""
+    """`FuncPath` of a model whose only draws are those of dropout."""
 
     @classmethod
-    def lowered(cls, structure: Structure, packing: Packing, loss: Loss) -> Self | None:
-        """The path of a model that was read; None if one of its dropouts is no such layer."""
-        layers: dict[str, MaskedProduct] = {}
-        for node in structure.module.graph.nodes:
-            if node.op != "call_module":
-                continue
-            module, value = structure.module.get_submodule(str(node.target)), node.meta["value"]
-            if type(module) is not nn.Dropout:
-                continue
-            if node.target in layers or not isinstance(value, Batched) or value.axis != 0:
-                return None
-            shape = value.like.shape[1:]
-            layers[str(node.target)] = MaskedProduct(module.p, module.inplace, shape)
-        if not layers:
+    def lowered(cls, structure: Structure, packing: Packing, loss: Loss) -> Self:
+        """The path of a model that was read."""
+        return cls(_masked(structure.module), packing, loss)
+
+    @property
+    def aligned(self) -> bool:
+        """False: on a CPU clients go one after another, so that no bit depends on the block."""
+        return False
+
+
+def _masked(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with products in the place of dropout; all other layers stay those of the graph."""
+    model = with_products(module, masked=True) or copied(module)
+    graph = model.graph
+    inputs = next(node for node in graph.nodes if node.op == "placeholder")
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    model.add_submodule("without_masks", WithoutMasks())
+    with graph.inserting_before(first):
+        own = graph.call_module("without_masks", (inputs,))
+    inputs.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
+    for node in [*graph.nodes]:
+        if node.op == "call_module" and isinstance(_called(model, node), Products):
+            node.kwargs = {**node.kwargs, "inputs": inputs}
+        elif (product := _product(model, node)) is not None:
+            name = f"masked_product_{len(masked_products(model))}"
+            model.add_submodule(name, product)
+            x = node.args[0] if node.args else node.kwargs["input"]
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_module(name, (x, inputs)))
+            graph.erase_node(node)
+    for place, product in enumerate(masked_products(model)):
+        product.place = place
+    model.recompile()
+    return model
+
+
+def _product(model: fx.GraphModule, node: fx.Node) -> MaskedProduct | None:
+    """What takes the place of a call of dropout; None for any other call."""
+    module = _called(model, node) if node.op == "call_module" else None
+    settings: Mapping[str, Any]
+    if module is not None and type(module) in (nn.Dropout, *_OF_CHANNELS):
+        settings = vars(module)
+    elif node.op == "call_function" and node.target in (F.dropout, torch.dropout):
+        names = ("input", "p", "training", "inplace")
+        settings = {"p": 0.5, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if not settings.get("training", settings.get("train", True)):
             return None
-        # A copy of the containers: all other layers stay those of the graph that was read.
-        own = [module for module in structure.module.modules() if not [*module.children()]]
-        shared = [*structure.module.parameters(), *structure.module.buffers(), *own]
-        model = copy.deepcopy(structure.module, {id(one): one for one in shared})
-        for target, layer in layers.items():
-            parent, _, child = target.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
-        return cls(with_products(model) or model, packing, loss)
+    else:
+        return None
+    value, p = node.meta["value"], settings["p"]
+    if not leads(value) or not isinstance(p, int | float):
+        return None  # one mask for all examples, or a probability of which nothing is known
+    shape: Sequence[int] = value.like.shape[1:]
+    if type(module) in _OF_CHANNELS:
+        shape = (shape[0], *[1] * (len(shape) - 1))
+    return MaskedProduct(p, bool(settings.get("inplace", False)), shape)
 
-    @property
-    def _layers(self) -> list[MaskedProduct]:
-        return [module for module in self.model.modules() if isinstance(module, MaskedProduct)]
 
-    @property
-    def _gradients(self) -> Any:
-        return vmap(grad(self._masked_loss, has_aux=True))
-
-    def gradient(
-        self,
-        theta: Tensor,
-        x: Tensor,
-        y: Tensor,
-        weight: Tensor,
-        draws: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Gradient, Tensor]:
-        """Gradients and losses; without ``draws``, key and counter of each client, nothing drops.
-
-        On a CPU clients go one after another, so that a client's bits do not depend on its block.
-        """
-        masks = [] if draws is None else self._masks(*draws, weight.shape[1], theta.dtype)
-        gradients, losses = torch.zeros_like(theta), torch.empty_like(weight)
-        n = len(theta)
-        parts = [slice(0, n)] if theta.is_cuda else [slice(k, k + 1) for k in range(n)]
-        for part in parts:
-            point, inputs = self._rows_of(theta, part), self._rows_of(x, part)
-            own = [self._rows_of(mask, part) for mask in masks]
-            named, losses[part] = self._gradients(
-                self.packing.named(point), inputs, y[part], weight[part], own
-            )
-            for name, columns in self.packing.slices.items():
-                gradients[part, columns] = named[name].flatten(1)
-        return DenseGradient(gradients), losses
-
-    def _masks(self, key: Tensor, counter: Tensor, batch: int, dtype: torch.dtype) -> list[Tensor]:
-        """A mask ``[n, B, *shape]`` for each layer, from one stream for each client."""
-        layers = self._layers
-        sizes = [batch * prod(layer.shape) for layer in layers]
-        drawn = torch.split(uniforms_at(key, counter, sum(sizes)), sizes, dim=1)
-        return [
-            (uniform >= layer.p)
-            .to(dtype)
-            .div_(1 - layer.p or 1.0)
-            .view(len(key), batch, *layer.shape)
-            for layer, uniform in zip(layers, drawn, strict=True)
-        ]
-
-    def _masked_loss(
-        self,
-        named: dict[str, Tensor],
-        x: Tensor,
-        y: Tensor,
-        weight: Tensor,
-        masks: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        layers = self._layers
-        try:
-            for layer, mask in zip(layers, masks, strict=False):  # no masks, or one for each
-                layer.mask = mask
-            losses = self.loss(call_with(self.model, named, x), y)
-        finally:
-            for layer in layers:
-                layer.mask = None
-        return (losses * weight).sum(), losses
+def _called(model: fx.GraphModule, node: fx.Node) -> nn.Module:
+    return model.get_submodule(str(node.target))

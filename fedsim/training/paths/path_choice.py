@@ -20,9 +20,10 @@ with weight 0. They are for models and losses that have been read and treat each
 (`fedsim.training.structure`). All others take the plain path, which gives a model its real batches
 and nothing else. So does a model that draws random numbers itself, or whose loss does, since
 torch's generator serves one client at a time (`fedsim.training.side_effects`). Masks of dropout
-layers are drawn at counters by the path func (`fedsim.training.paths.dropout`), which the rule
-takes for such models on a GPU; they are other masks than those of the path plain. Per-example
-gradients, for example-level privacy, have methods of their own (`fedsim.training.paths.examples`).
+are drawn at counters by the path func (`fedsim.training.paths.dropout`), which the rule takes for
+such models on a GPU; they are other masks than those of the path plain. Per-example gradients, for
+example-level privacy, have methods of their own (`fedsim.training.paths.examples`), which draw as
+the path does.
 
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
 here, and so is a private step (`fedsim.training.private_steps`). Exceptions are convolutions on the
@@ -172,7 +173,7 @@ class TrainedModel:
             draws = HiddenDraws(training=True, evaluation=True)
         reading = read(model.train(), loss, x, y, declared=not private)
         plain_only = draws.training or draws.evaluation or statistics
-        by_dropout = draws.training and not (draws.evaluation or statistics or private)
+        by_dropout = draws.training and not (draws.evaluation or statistics)
         program = None if plain_only else lowered(reading, packing, kernel)
         return cls(model, packing, loss, data, draws, reading, plain_only, by_dropout, program)
 
@@ -231,9 +232,8 @@ def _refusal(name: str, trained: TrainedModel) -> FedsimError:
     refused_model = f"a model or a loss that may look across a batch ({trained.reading.why})"
     if trained.plain_only:
         refused_model = (
-            "a model that draws random numbers (other than by layers of dropout, which 'func' "
-            "takes without example-level privacy), or whose loss does, or that keeps statistics of "
-            "batches"
+            "a model that draws random numbers (other than by dropout, which 'func' takes), or "
+            "whose loss does, or that keeps statistics of batches"
         )
     return FedsimError(
         f"client.path = '{name}' does not take {refused_model}; allowed here: 'auto', 'plain'."
@@ -250,7 +250,7 @@ def _dropout_path(name: str, trained: TrainedModel, device: torch.device) -> Dro
     if not (wanted and trained.by_dropout) or structure is None or loss is None:
         return None
     path = DropoutPath.lowered(structure, trained.packing, loss)
-    return None if path is None or _vmap_error(path, trained.data) is not None else path
+    return path if _vmap_error(path, trained.data) is None else None
 
 
 def _row_bytes(packing: Packing) -> int:

@@ -15,27 +15,40 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fedsim.training.paths.examples import RECURRENT
+from fedsim.training.paths.masks import MaskedProduct
 
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, Tensor, State], State]
 """Next state from what input and state contribute, ``[B, gates * H]`` each, and the state."""
 
 
-def with_products(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph with its recurrent layers written out; None if it has none, or one that it cannot.
-
-    Everything but these layers is shared, and so are their parameters.
-    """
-    layers = {name: m for name, m in module.named_modules() if type(m) in RECURRENT}
-    if not layers or any(layer.dropout or layer.proj_size for layer in layers.values()):
-        return None
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph and of containers; all other modules and tensors are shared."""
     leaves = [one for one in module.modules() if not [*one.children()]]
     shared = [*module.parameters(), *module.buffers(), *leaves]
-    copied = copy.deepcopy(module, {id(one): one for one in shared})
+    return copy.deepcopy(module, {id(one): one for one in shared})
+
+
+def with_products(module: fx.GraphModule, *, masked: bool = False) -> fx.GraphModule | None:
+    """The graph with its recurrent layers written out; None if it has none, or one that it cannot.
+
+    Everything but these layers is shared, and so are their parameters. Layers with dropout between
+    them are written out only if they will be ``masked``, and each is called once.
+    """
+    layers: dict[str, Any] = {k: m for k, m in module.named_modules() if type(m) in RECURRENT}
+    lengths: dict[str, list[int]] = {name: [] for name in layers}
+    for node in module.graph.nodes:
+        if node.op == "call_module" and node.target in layers:
+            sequences = node.args[0] if node.args else node.kwargs["input"]
+            lengths[node.target].append(sequences.meta["value"].like.shape[1])
+    for name, layer in layers.items():
+        if layer.proj_size or (layer.dropout and not (masked and len(lengths[name]) == 1)):
+            return None
+    result = copied(module)
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
-        setattr(copied.get_submodule(parent), child, Products(layer))
-    return copied
+        setattr(result.get_submodule(parent), child, Products(layer, *lengths[name][:1]))
+    return result if layers else None
 
 
 class Products(nn.Module):
@@ -44,10 +57,12 @@ class Products(nn.Module):
     Parameters
     ----------
     layer : nn.RNN, nn.GRU or nn.LSTM
-        Without dropout or projections.
+        Without projections.
+    length : int
+        Length of its sequences, for masks of dropout between its layers.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, length: int = 0) -> None:
         super().__init__()
         for name, parameter in layer.named_parameters():
             self.register_parameter(name, parameter)
@@ -59,9 +74,17 @@ class Products(nn.Module):
             self.cell: Cell = _tanh if layer.nonlinearity == "tanh" else _relu
         else:
             self.cell = _lstm if self.is_lstm else _gru
+        gaps = self.layers - 1 if layer.dropout else 0
+        shape = (length, self.hidden * len(self.ends))
+        self.dropouts = nn.ModuleList(
+            MaskedProduct(layer.dropout, False, shape) for _ in range(gaps)
+        )
 
-    def forward(self, x: Tensor, start: Any = None) -> tuple[Tensor, Any]:
-        """Outputs of the last layer and the last states of all, as torch's layer gives them."""
+    def forward(self, x: Tensor, start: Any = None, inputs: Any = None) -> tuple[Tensor, Any]:
+        """Outputs of the last layer and the last states of all, as torch's layer gives them.
+
+        Dropout's masks, if it has any, are among the model's ``inputs``.
+        """
         steps = x.transpose(0, 1) if self.batch_first else x
         count = self.layers * len(self.ends)
         if start is None:
@@ -77,6 +100,8 @@ class Products(nn.Module):
                 outputs.append(out)
                 last.append(state)
             steps = torch.cat(outputs, dim=-1)
+            if layer < len(self.dropouts):
+                steps = self.dropouts[layer](steps.transpose(0, 1), inputs).transpose(0, 1)
         states = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
         outputs_first = steps.transpose(0, 1) if self.batch_first else steps
         return outputs_first, states if self.is_lstm else states[0]
