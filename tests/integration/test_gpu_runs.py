@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from run_configs import IMAGES, RUNS, run_of
 
 import fedsim
 from fedsim import Callback
+from fedsim.config.release_keys import release_digest
 from fedsim.federation.arrays import tensors
 from fedsim.reports.verification import verify_run
 
@@ -42,6 +45,35 @@ def test_a_gpu_releases_what_a_cpu_does_up_to_rounding(name, monkeypatch):
     cpu, gpu = (model_of(name, device) for device in ("cpu", "cuda"))
     for one, value in cpu.items():
         torch.testing.assert_close(gpu[one].cpu(), value, rtol=0, atol=1e-4)
+
+
+def test_a_run_with_tf32_says_so_is_another_and_repeats_to_the_byte(tmp_path):
+    name, fast = NAMES[0], "client.matmul=tf32"
+    exact = model_of(name, "cuda", out=tmp_path / "exact")
+    first, second = (model_of(name, "cuda", fast, out=tmp_path / part) for part in ("a", "b"))
+    assert all(torch.equal(second[one], value) for one, value in first.items())
+    assert not all(torch.equal(exact[one], value) for one, value in first.items())
+    digests = set()
+    for part in ("exact", "a", "b"):
+        config = fedsim.load(tmp_path / part).config
+        assert config.client.matmul == ("float32" if part == "exact" else "tf32")
+        digests.add(release_digest(config))
+    assert len(digests) == 2
+
+
+def test_a_run_makes_its_blocks_as_small_as_the_gpu_needs_and_says_so(
+    tmp_path, monkeypatch, caplog
+):
+    whole = model_of(NAMES[0], "cuda", out=tmp_path / "whole")
+    memory = torch.cuda.get_device_properties(0).total_memory
+    monkeypatch.setattr("fedsim.runs.factories.USABLE_SHARE", 2**20 / memory)
+    with caplog.at_level(logging.WARNING):
+        small = model_of(NAMES[0], "cuda", out=tmp_path / "small")
+    sizes = [fedsim.load(tmp_path / part).config.client.block_size for part in ("small", "whole")]
+    assert 1 <= sizes[0] < sizes[1]
+    assert f"client.block-size is {sizes[0]}: {sizes[1]} clients at once" in caplog.text
+    for one, value in whole.items():
+        torch.testing.assert_close(small[one], value, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

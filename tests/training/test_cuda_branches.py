@@ -6,7 +6,9 @@ import dataclasses
 import gc
 import os
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from cuda_helpers import (
     ALGORITHMS,
+    DEVICES,
     MODELS,
     NoReadingBack,
     Tape,
@@ -29,9 +32,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedsim.clients import SGD
+from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
-from fedsim.training import ClientData, trainer_checks
+from fedsim.training import ClientData, ExamplePrivacy, trainer_checks
 from fedsim.training.client_state import CarriedState
 from fedsim.training.frozen_stem import split_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
@@ -170,6 +174,48 @@ def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():
         assert products.allow_tf32
     after = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, products.allow_tf32)
     assert after == before
+
+
+def flags():
+    return torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+
+
+def set_flags(allowed):
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+class Notes(SGD):
+    """Notes how products are computed where it steps."""
+
+    noted: ClassVar[set[tuple[bool, bool]]] = set()
+
+    def step(self, state, gradient, at):
+        self.noted.add(flags())
+        super().step(state, gradient, at)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("matmul", ["float32", "tf32"])
+def test_local_steps_round_factors_as_declared_and_restore_what_was_set(
+    monkeypatch, request, matmul, private, device
+):
+    if device == "cpu":
+        monkeypatch.setattr(
+            "fedsim.training.steps.reproducible_arithmetic",
+            lambda _, tf32: reproducible_arithmetic(torch.device("cuda"), tf32=tf32),
+        )
+    own = {"privacy": ExamplePrivacy(Clipping(1.0), 1.0)} if private else {}
+    trainer = make_trainer(
+        make_mlp(), Notes(), make_data([5, 5]), "func", device=device, matmul=matmul, **own
+    )
+    request.addfinalizer(partial(set_flags, flags()))
+    for before in ((False, False), (True, True)):
+        set_flags(before)
+        Notes.noted.clear()
+        next(trainer.train(trainer.initial(), np.arange(2), 1))
+        assert {(matmul == "tf32",) * 2} == Notes.noted
+        assert flags() == before
 
 
 @pytest.mark.parametrize("matmul", ["float32", "tf32"])

@@ -26,6 +26,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 
+
+def _rounds_factors() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+
+
 SIZES = [9, 5, 7, 1, 14, 0, 12]
 COHORTS = [range(7), [0, 2, 4], range(7)]
 
@@ -216,6 +221,30 @@ def test_noise_on_a_gpu_is_fused_and_the_bytes_of_a_cpu(hardened):
     on_gpu = device_normals.normals_at(key.cuda(), counter.cuda(), 10_000, hardened=hardened)
     assert torch.equal(on_gpu.cpu(), on_cpu)
     assert device_normals._fused(4 if hardened else 1) is not None
+
+
+@pytest.mark.skipif(not _rounds_factors(), reason="this GPU has no TF32")
+@pytest.mark.parametrize("path", ["layered", "func", "plain"])
+def test_tf32_moves_a_step_as_far_as_its_rounding_and_float32_does_not(path):
+    cpu = wide("cpu", "plain", "float32")
+    (expected,) = rounds(cpu, cpu.initial(), [range(2)])
+    errors = {}
+    for matmul in ("float32", "tf32"):
+        gpu = wide("cuda", path, matmul)
+        (found,) = rounds(gpu, gpu.initial(), [range(2)])
+        errors[matmul] = float((found - expected).norm() / expected.norm())
+    assert errors["float32"] < 1e-5
+    # Ten bits of a factor instead of 23.
+    assert 3e-5 < errors["tf32"] < 1e-2
+
+
+def wide(device, path, matmul):
+    """A trainer of a model with wide products, in single precision."""
+    data = make_data([32, 32], dtype=torch.float32, features=512)
+    return Trainer(
+        make_mlp(512, 256, 3), SGD(lr=0.1), data, batch_size=32, path=path, device=device,
+        matmul=matmul, randomness=Randomness(0),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("in_step", [True, False])
