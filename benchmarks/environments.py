@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 
@@ -30,12 +29,15 @@ def environment(directory: Path, *requirements: str, dependencies: bool = True) 
     ready = directory / "ready"
     if ready.exists():
         return str(python)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
+    # With this environment's pip: an own one comes with setuptools that may be too old for torch.
+    new = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(directory)]
+    subprocess.run(new, check=True)
     packages = next(directory.glob("lib/python*/site-packages"))
-    lent = sysconfig.get_paths()["purelib"]
+    lent = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     # A .pth file's paths come after the environment's own packages, which so take precedence.
-    (packages / "zz_lent.pth").write_text(f"{lent}\n")
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    (packages / "zz_lent.pth").write_text("\n".join(lent) + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    pip += ["--quiet", "--disable-pip-version-check"]
     without = [] if dependencies else ["--no-deps"]
     # The output is captured: pip would warn about conflicts with this environment's packages.
     subprocess.run([*pip, *without, *requirements], check=True, capture_output=True, text=True)

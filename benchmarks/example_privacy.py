@@ -144,8 +144,8 @@ def clock(device: str) -> float:
     return time.perf_counter()
 
 
-def alone(way: str, name: str, device: str) -> tuple[float, float]:
-    """(ms per step, peak MiB), measured in a process of its own."""
+def alone(way: str, name: str, device: str) -> tuple[float, float] | str:
+    """(ms per step, peak MiB), measured in a process of its own; or why there are none."""
     run = subprocess.run(
         [
             sys.executable,
@@ -157,10 +157,11 @@ def alone(way: str, name: str, device: str) -> tuple[float, float]:
             way,
             name,
         ],
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        check=True,
     )
+    if run.returncode:
+        return (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
     ms, mib = run.stdout.split()[-2:]
     return float(ms), float(mib)
 
@@ -193,9 +194,16 @@ def main() -> None:
     for column in ("model", "way", "ms a client's step", "of Opacus", "MiB"):
         table.add_column(column, justify="left" if column in ("model", "way") else "right")
     for name in given.models:
-        found = {way: alone(way, name, given.device) for way in WAYS}
+        found: dict[str, tuple[float, float]] = {}
+        for way in WAYS:
+            figures = alone(way, name, given.device)
+            text = figures if isinstance(figures, str) else "{:.3g} ms, {:.0f} MiB".format(*figures)
+            # At once: what is stopped by its time has said what it has found.
+            print(f"{name}, {way}: {text}", flush=True)
+            if not isinstance(figures, str):
+                found[way] = figures
         for way, (ms, mib) in found.items():
-            share = f"{ms / found['Opacus'][0]:.2f}"
+            share = f"{ms / found['Opacus'][0]:.2f}" if "Opacus" in found else ""
             table.add_row(name, way, f"{ms:.3g}", share, f"{mib:.0f}")
     Console(width=100).print(table)
 

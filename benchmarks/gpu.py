@@ -10,8 +10,14 @@ runs one again. A piece that is stopped by its time goes on with the next call: 
 that they have, an experiment after its finished runs and its checkpoints. All of it is in --out,
 which may be carried from one machine to the next.
 
-Without an index, pip takes wheels that were brought: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels. The
-experiment needs CIFAR-10 in --data, and is done with three runs at a time.
+What of Flower, Ray, Opacus and pytest this interpreter lacks is installed into an environment of
+its own in --out, which uses this one's torch. Without an index, pip takes wheels that were brought,
+by PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels; where it can, it downloads them:
+
+    pip download -d wheels "flwr[simulation]==1.39.0" opacus==1.6.0 pytest hypothesis pfl==0.6.0
+
+What cannot be installed is said, and the pieces that do without it run. The experiment needs
+CIFAR-10 in --data, and is done with three runs at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +27,19 @@ import contextlib
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environments import environment
 from benchmarks.peers.__main__ import processor
 from benchmarks.peers.tasks import TASKS
 
@@ -42,6 +52,8 @@ SECONDS = {"cifar10": 120, "cifar10-dp": 60}
 """Seconds of each package's rounds, by task; 30 of the others."""
 KEPT = 60
 """Lines of a piece's output in its row."""
+PINNED = ("flwr", "ray", "opacus", "pytest", "hypothesis")
+"""Packages in the versions of constraints.txt, which has no word on the torch of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Piece:
     ----------
     name : str
     command : list of str
-        Arguments of this interpreter.
+        Arguments of the interpreter.
     least : float
         Seconds without which it is not begun.
     """
@@ -65,7 +77,9 @@ class Piece:
 def pieces(device: str, out: Path, data: Path, tiny: bool) -> list[Piece]:
     """All pieces, in order."""
     privacy = ["-m", "benchmarks.example_privacy", "--device", device]
-    tests = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    # A file without such tests may need a package that is not there.
+    tests += ["--continue-on-collection-errors"]
     folders = ["tests/training/test_gpu.py"] if tiny else ["tests/training", "tests/integration"]
     return [
         Piece("private steps", [*privacy, *(["--models", "mlp"] if tiny else [])], 60),
@@ -107,14 +121,43 @@ def figures(device: str, out: Path, data: Path, tiny: bool) -> list[Piece]:
     return found
 
 
-def run(piece: Piece, out: Path, seconds: float) -> dict[str, Any]:
+def missing() -> list[str]:
+    """Requirements of the pieces that this interpreter does not meet at all."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {line.partition("==")[0]: line.partition(" ")[0] for line in lines}
+    wanted = {re.split(r"[<>=]", line)[0]: line for line in project["dependencies"]}
+    wanted |= {name: pins[name] for name in PINNED}
+    return [line for name, line in wanted.items() if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def interpreter(out: Path) -> str:
+    """This interpreter, or one of an environment that has what this one lacks."""
+    if not (lacking := missing()):
+        return sys.executable
+    print(f"In {out / 'environment'}: {', '.join(lacking)}", flush=True)
+    try:
+        return environment(out / "environment", *lacking)
+    except subprocess.CalledProcessError as error:
+        print(f"{error.stderr or error}\nGoing on without them.", flush=True)
+        return sys.executable
+
+
+def run(piece: Piece, out: Path, seconds: float, python: str = sys.executable) -> dict[str, Any]:
     """Run a piece, interrupt it after some seconds, and describe what happened."""
     began = time.perf_counter()
     log = out / "log"
     own = {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     with log.open("wb") as lines:
         process = subprocess.Popen(
-            [sys.executable, *piece.command],
+            [python, *piece.command],
             cwd=ROOT,
             env={**os.environ, **own},
             stdout=lines,
@@ -183,7 +226,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(text) + "\n"
 
 
-def work(wanted: Sequence[Piece], out: Path, seconds: float) -> bool:
+def work(wanted: Sequence[Piece], out: Path, seconds: float, python: str = sys.executable) -> bool:
     """Run the pieces that have not ended, in order, for so many seconds; whether all have."""
     end, rows = time.perf_counter() + seconds, out / "rows.jsonl"
     for piece in wanted:
@@ -194,7 +237,7 @@ def work(wanted: Sequence[Piece], out: Path, seconds: float) -> bool:
             print(f"Next is {piece.name}; call this again.", flush=True)
             return False
         print(f"{piece.name}, for at most {left:.0f} s", flush=True)
-        row = run(piece, out, left)
+        row = run(piece, out, left, python)
         with rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
         (out / "output.md").write_text(page(read(rows)))
@@ -226,7 +269,9 @@ def main() -> None:
             f"{', '.join(piece.name for piece in wanted)}."
         )
     forget(out / "rows.jsonl", given.again)
-    work(wanted, out, given.seconds)
+    began = time.perf_counter()
+    python = interpreter(out)
+    work(wanted, out, given.seconds - (time.perf_counter() - began), python)
 
 
 def forget(rows: Path, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import example_privacy, gpu
 from benchmarks.peers.__main__ import HEAD, KEY, read, table
 from benchmarks.peers.fedsim_rounds import config
 from benchmarks.peers.tasks import TASKS, Job, examples, train, write
@@ -167,6 +167,45 @@ def test_pieces_that_have_ended_are_skipped_and_others_go_on(tmp_path: Path) -> 
     gpu.forget(tmp_path / "rows.jsonl", ["bad"])
     assert gpu.work(wanted, tmp_path, gpu.GRACE + 100)
     assert states(tmp_path)[-1] == ("bad", "failed")
+
+
+def test_packages_that_an_interpreter_lacks_come_from_an_environment_or_are_gone_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.missing() == []
+    assert gpu.interpreter(tmp_path) == sys.executable
+    lacking = ("flwr", "ray", "opacus")
+    monkeypatch.setattr(gpu, "_is_installed", lambda name: name not in lacking)
+    wanted = gpu.missing()
+    assert [one.partition("==")[0] for one in wanted] == [*lacking]
+    assert {*wanted} <= {*(ROOT / "constraints.txt").read_text().split()}
+    monkeypatch.setattr(gpu, "environment", lambda place, *names: f"{place} {names}")
+    assert gpu.interpreter(tmp_path) == f"{tmp_path / 'environment'} {(*wanted,)}"
+
+    def offline(*_: object) -> str:
+        raise subprocess.CalledProcessError(1, "pip", stderr="ERROR: no wheel")
+
+    monkeypatch.setattr(gpu, "environment", offline)
+    assert gpu.interpreter(tmp_path) == sys.executable
+    assert "no wheel" in capsys.readouterr().out
+
+
+def test_private_steps_are_measured_where_opacus_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {"fedsim": "print(3.5, 20)", "Opacus": "import opacus_of_nobody"}
+
+    def one(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        return started([sys.executable, "-c", lines[command[-2]]], **settings)
+
+    started = subprocess.run
+    monkeypatch.setattr(example_privacy, "WAYS", dict.fromkeys(lines))
+    monkeypatch.setattr(example_privacy.subprocess, "run", one)
+    monkeypatch.setattr(sys, "argv", ["", "--models", "mlp"])
+    example_privacy.main()
+    out = capsys.readouterr().out
+    assert "mlp, fedsim: 3.5 ms, 20 MiB" in out
+    assert "mlp, Opacus: ModuleNotFoundError: No module named 'opacus_of_nobody'" in out
 
 
 def test_a_piece_without_enough_time_is_not_begun(tmp_path: Path) -> None:
