@@ -3,12 +3,12 @@
     python -m benchmarks.gpu --out gpu --data data           # again, until all have ended
     python -m benchmarks.gpu --out gpu --device cpu --tiny   # the same pieces on a CPU, to try them
 
-The pieces: private steps beside Opacus, the tests of `make test-gpu`, the tables of peers, and
-Figs. 1a and 2a of `koskela-federated-full`. Each adds a row to rows.jsonl in --out when it ends,
-and output.md there is made from the rows. Pieces that have ended, well or not, are skipped; --again
-runs one again. A piece that is stopped by its time goes on with the next call: peers after the rows
-that they have, an experiment after its finished runs and its checkpoints. All of it is in --out,
-which may be carried from one machine to the next.
+The pieces: private steps beside Opacus, the tests of `make test-gpu`, ordinary models beside a
+plain loop, the tables of peers, and Figs. 1a and 2a of `koskela-federated-full`. Each adds a row to
+rows.jsonl in --out when it ends, and output.md there is made from the rows. Pieces that have ended,
+well or not, are skipped; --again runs one again. A piece that is stopped by its time goes on with
+the next call: peers after the rows that they have, an experiment after its finished runs and its
+checkpoints. All of it is in --out, which may be carried from one machine to the next.
 
 What of Flower, Ray, Opacus and pytest this interpreter lacks is installed into an environment of
 its own in --out, which uses this one's torch. Without an index, pip takes wheels that were brought,
@@ -81,9 +81,15 @@ def pieces(device: str, out: Path, data: Path, tiny: bool) -> list[Piece]:
     # A file without such tests may need a package that is not there.
     tests += ["--continue-on-collection-errors"]
     folders = ["tests/training/test_gpu.py"] if tiny else ["tests/training", "tests/integration"]
+    models = ["-m", "benchmarks.ordinary_models", "--json", "--device", device]
+    models += ["--models", "cnn-narrow", "--pairs", "2"] if tiny else ["--pairs", "7"]
     return [
         Piece("private steps", [*privacy, *(["--models", "mlp"] if tiny else [])], 60),
         *(Piece(f"tests: {folder}", [*tests, folder], 60) for folder in folders),
+        *(
+            Piece(f"ordinary models, batches of {batch}", [*models, "--batch", str(batch)], 60)
+            for batch in ((10,) if tiny else (10, 64))
+        ),
         *(peers(task, device, out, data, tiny) for task in (["cifar10"] if tiny else TASKS)),
         *figures(device, out, data, tiny),
     ]
