@@ -138,7 +138,7 @@ class Peak:
 
 def trainer_of_a_block(monkeypatch, device, name, algorithm, *, private, captured):
     """A trainer of one block on a device, as large there as to make constants small."""
-    scale = 8 if device == "cuda" else 1
+    scale = 1 if device == "cpu" else 8 if name == "recurrent" else 128
 
     def make(device):
         model, y = MODELS[name](scale), torch.zeros(10 * BLOCK, dtype=torch.int64)
@@ -187,7 +187,8 @@ def test_a_block_takes_what_was_predicted(monkeypatch, name, algorithm, private,
     taken = peak_of_a_round(trainer, vector, device)
     # A GPU's libraries have workspaces, which the share that blocks may take leaves room for.
     constant = 2**27 if device == "cuda" else 2**19
-    assert 0.75 * predicted <= taken <= 1.1 * predicted + constant
+    least = 0.6 if device == "cuda" else 0.75
+    assert least * predicted <= taken <= 1.1 * predicted + constant
 
 
 @pytest.mark.parametrize("device", DEVICES)

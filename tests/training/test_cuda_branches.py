@@ -189,6 +189,9 @@ class Notes(SGD):
 
     noted: ClassVar[set[tuple[bool, bool]]] = set()
 
+    def phase(self, at):
+        return None  # a graph would be replayed without it
+
     def step(self, state, gradient, at):
         self.noted.add(flags())
         super().step(state, gradient, at)
