@@ -277,7 +277,7 @@ def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(
 ) -> None:
     assert ends["file size"] == [
         1,
-        "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl, "
+        "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl; "
         "`fedsim run run --resume` resumes it from its first round.\n",
     ]
 

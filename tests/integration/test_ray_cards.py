@@ -42,7 +42,7 @@ def on_the_host(pool):
     import ray
 
     actor = ray.remote(engine.TrainingActor).options(**pool._options)
-    return RayWorker(actor.remote(pool._trainer, "cpu"))
+    return RayWorker(actor.remote(pool._trainer, "cpu", pool._path))
 
 
 @pytest.mark.slow

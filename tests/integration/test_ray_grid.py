@@ -83,9 +83,8 @@ def ray_runtime():
     import ray.cloudpickle as cloudpickle
 
     cloudpickle.register_pickle_by_value(__import__(__name__))
-    with pytest.MonkeyPatch.context() as elsewhere:
-        # Where there is none: without an address of its own a grid joins nobody else's Ray.
-        elsewhere.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.MonkeyPatch.context() as alone:
+        alone.delenv("RAY_ADDRESS", raising=False)  # which would name a cluster to join
         own = RayGrid(Digest(), workers=1)
     with own:
         yield

@@ -33,7 +33,7 @@ class ChargedFilter(DXOFilter):
         norm = np.sqrt(sum(np.square(move).sum() for move in dxo.data.values()))
         scale = min(1.0, self.clip_norm / max(norm, 1e-12))
         release = self._ledger.last_round + 1
-        with self._ledger.release(plan, release, "client"):
+        with self._ledger.release(plan, release):
             std, draws = self.multiplier * self.clip_norm, np.random.default_rng()
             dxo.data = {
                 key: scale * move + std * draws.standard_normal(np.shape(move))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
@@ -115,8 +116,11 @@ def _arrays(value: object) -> Arrays:
 class TrainingActor:
     """Ray actor around a `TrainingWorker`; its arguments and answers are packed."""
 
-    def __init__(self, trainer: Arrays, device: str) -> None:
+    def __init__(self, trainer: Arrays, device: str, path: list[str]) -> None:
         use_one_thread()
+        # The user's own modules are found where the driver finds them, also if Ray was started
+        # elsewhere and before.
+        sys.path[:0] = path
         # Not copied: the data stay in Ray's shared, read-only store, once for all workers.
         self._worker = TrainingWorker(unpack(trainer, copied=False), device)
 
@@ -147,7 +151,15 @@ class RayWorker(Worker):
 
         if not self._started:
             # Starting takes seconds, which must not count against its first clients' timeout.
-            ray.wait([self.actor.ready.remote()])
+            try:
+                ray.get(self.actor.ready.remote())
+            except ray.exceptions.RayActorError as error:
+                if error.actor_init_failed:
+                    cause = str(error).strip().splitlines()[-1]
+                    raise RunFailedError(
+                        f"a Ray worker cannot load the run ({cause}); each machine of a cluster "
+                        "needs the same packages, and modules of your own at the same path."
+                    ) from error
             self._started = True
         self.actor.begin.remote(reference)
 
@@ -182,6 +194,7 @@ class RayWorkerPool(WorkerPool[RayWorker]):
 
         self._options = options
         self._trainer = ray.put(_arrays(trainer.copy_for("cpu")))
+        self._path = [os.getcwd(), *filter(None, sys.path)]
         super().__init__(count)
 
     def new_worker(self) -> RayWorker:
@@ -189,8 +202,8 @@ class RayWorkerPool(WorkerPool[RayWorker]):
         import ray
 
         device = "cuda" if self._options["num_gpus"] > 0 else "cpu"
-        actor = ray.remote(TrainingActor).options(**self._options).remote(self._trainer, device)
-        return RayWorker(actor)
+        made = ray.remote(TrainingActor).options(**self._options)
+        return RayWorker(made.remote(self._trainer, device, self._path))
 
     def require_one_kind(self) -> None:
         """Refuse GPUs of several kinds, on which a client's last bits would be each kind's own."""
