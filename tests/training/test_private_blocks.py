@@ -41,6 +41,7 @@ from fedsim.training import ClientData, ExamplePrivacy, Trainer, local_rounds, p
 from fedsim.training.client_state import CarriedState
 from fedsim.training.graphs import StepGraphs
 from fedsim.training.own_state import OwnState
+from fedsim.training.paths import factored
 from fedsim.training.paths.examples import VmapMethod
 from fedsim.training.paths.factored import HookMethod, product_layers
 from fedsim.training.private_steps import PrivateStepper
@@ -456,8 +457,10 @@ def on_a_gpu(monkeypatch, mechanism, make, method, *, in_step, recorder, **setti
     with monkeypatch.context() as patch:
         trainer = as_if_on_a_gpu(patch, trainer)
         trainer.rounds.releases = None
-        zeros = torch.zeros
+        zeros, part = torch.zeros, factored._part
         patch.setattr(torch, "zeros", lambda *size, **kind: pretend(zeros(*size, **kind)))
+        # A transform of torch's gives back plain tensors, whose terms may cancel unseen.
+        patch.setattr(factored, "_part", lambda m, x, d: part(m, pretend(x), pretend(d)))
         if recorder is not None:
             trainer.stepper.captured_step = StepGraphs(private, recorder, 4)
         found = rounds(trainer, vector, COHORTS)
