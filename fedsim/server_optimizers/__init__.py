@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedsim.arguments import explain_calls
+from fedsim.server_optimizers.adam import ServerAdam
 from fedsim.server_optimizers.averaged import AveragedSGD
 from fedsim.server_optimizers.base import ServerOptimizer
 from fedsim.server_optimizers.published import (
@@ -12,15 +13,6 @@ from fedsim.server_optimizers.published import (
     FedYogi,
     ServerSGD,
 )
-from fedsim.server_optimizers.torch_optim import (
-    ServerAdadelta,
-    ServerAdagrad,
-    ServerAdam,
-    ServerAdamax,
-    ServerAdamW,
-    ServerNAdam,
-    ServerRMSProp,
-)
 
 __all__ = [
     "AveragedSGD",
@@ -28,14 +20,8 @@ __all__ = [
     "FedAdam",
     "FedAvgM",
     "FedYogi",
-    "ServerAdadelta",
-    "ServerAdagrad",
     "ServerAdam",
-    "ServerAdamW",
-    "ServerAdamax",
-    "ServerNAdam",
     "ServerOptimizer",
-    "ServerRMSProp",
     "ServerSGD",
 ]
 

@@ -17,12 +17,6 @@ from fedsim.server_optimizers import (
     FedAdam,
     FedAvgM,
     FedYogi,
-    ServerAdadelta,
-    ServerAdagrad,
-    ServerAdamax,
-    ServerAdamW,
-    ServerNAdam,
-    ServerRMSProp,
 )
 from fedsim.strategies import ServerOptimizer, adam, sgd
 
@@ -100,30 +94,6 @@ def test_flowers_server_optimisers_take_the_same_steps(ours, flowers):
         vector = ours.step(vector, update[:101])
         reached = wrapped.step(reached, update[:101])
         torch.testing.assert_close(vector, reached, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("ours", "torchs"),
-    [
-        (ServerAdagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
-        (ServerAdadelta(lr=0.5), lambda p: torch.optim.Adadelta(p, lr=0.5)),
-        (ServerAdamax(lr=0.1), lambda p: torch.optim.Adamax(p, lr=0.1)),
-        (
-            ServerAdamW(lr=0.1, weight_decay=0.2),
-            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2),
-        ),
-        (ServerNAdam(lr=0.1), lambda p: torch.optim.NAdam(p, lr=0.1)),
-        (ServerRMSProp(lr=0.1, decay=0.9), lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9)),
-    ],
-)
-def test_torchs_other_optimisers_take_the_same_steps(ours, torchs):
-    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 1001, dtype=torch.float64))
-    reference, vector = torchs([parameter]), parameter.detach().clone()
-    for update in updates(6):
-        vector = ours.step(vector, update)
-        parameter.grad = -update
-        reference.step()
-        torch.testing.assert_close(vector, parameter.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", registry.names("server"))

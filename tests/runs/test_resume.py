@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "a schedule": {
         **PRIVATE,
-        "server.optimizer": "rmsprop",
+        "server.optimizer": "fedadagrad",
         "server.lr": 0.01,
         "server.schedule": "cosine(length=6)",
     },
