@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,6 @@ from fedsim.privacy.manifest import MANIFEST, Manifest, check_signature, file_di
 
 METADATA = "fedsim"
 """Key in a model file's metadata under which its ledger's end is stored."""
-
-# Rows whose epsilon is recomputed, evenly spread; the manifest covers all rows.
-_COMPUTED = 200
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,9 @@ def verify(
 
     def compare_metrics() -> str:
         rows.extend(_rows(directory / "metrics.csv"))
-        reached = max((e.round or 0 for e in _entries_of_run(server, run)), default=0)
+        # Of the last line: evidence keeps later rounds that were drawn before a crash.
+        numbers = [entry.round for entry in _entries_of_run(server, run) if entry.round]
+        reached = numbers[-1] if numbers else 0
         if int(rows[-1]["round"] if rows else 0) != reached:
             raise FedsimError(
                 f"the rows end at round {rows[-1]['round'] if rows else 0}, and the ledger at "
@@ -113,8 +112,8 @@ def verify(
             )
         found = f"{len(rows)} row{'s' * (len(rows) != 1)} up to round {reached}"
         columns = {"client": "epsilon", "example": "example-epsilon"}
-        for level, ledger in opened.items():
-            found += _compare_epsilons(rows, columns[level], ledger, run, deltas[level])
+        for level, ledger in opened.items() if rows else ():
+            found += _compare_epsilon(rows[-1], columns[level], ledger, run, deltas[level])
         return _compare_bytes(directory / "metrics.csv", manifest, found)
 
     model, config = directory / "model.safetensors", directory / "config.toml"
@@ -177,56 +176,31 @@ def _entries_of_run(ledger: Ledger, run: str | None) -> list[Entry]:
     return [entry for entry in ledger.entries if run is None or entry.run == run]
 
 
-def _compare_epsilons(
-    rows: Sequence[dict[str, str]], column: str, ledger: Ledger, run: str | None, delta: float
+def _compare_epsilon(
+    row: Mapping[str, str], column: str, ledger: Ledger, run: str | None, delta: float
 ) -> str:
-    """Compare the epsilon spent after each round with the ledger; empty without a guarantee."""
-    if math.isinf(ledger.epsilon(delta)) or not _entries_of_run(ledger, run):
-        return ""
-    by_round = {int(row["round"]): row for row in rows}
-    stated = 0.0
-    for number, low, high in _spent_by_round(ledger, run, delta):
-        row = by_round.get(number)
-        if row is None or not row.get(column):
-            raise FedsimError(f"round {number} has no row with an {column}.")
-        stated = float(row[column])
-        if not low * (1 - 1e-6) <= stated <= high * (1 + 1e-6):
-            raise FedsimError(
-                f"{column} is {stated:.6g} after round {number}; by the ledger it is {low:.6g}."
-            )
-    return f", {column} {stated:.6g}"
+    """Compare the last row's epsilon with the ledger; empty without a guarantee.
 
-
-def _spent_by_round(
-    ledger: Ledger, run: str | None, delta: float
-) -> Iterator[tuple[int, float, float]]:
-    """Rounds of a run, about `_COMPUTED` of them, and epsilon as of the last line of each.
-
-    A row was written after its round's last line and before the run's next one. Other runs may
-    have written in between: epsilon lies between the two figures.
+    The row was written after the run's last line. Other runs may have written since, before it or
+    after: its epsilon lies between that of the lines until then and that of all lines.
     """
     own = [i for i, e in enumerate(ledger.entries) if run is None or e.run == run]
-    after = dict(zip(own, [*own[1:], len(ledger.entries)], strict=True))
-    last = {ledger.entries[i].round: i for i in own if ledger.entries[i].round}
-    rounds = sorted(number for number in last if number)
-    computed = {*rounds[:: max(1, len(rounds) // _COMPUTED)], *rounds[-1:]}
-    ends = {last[number]: number for number in computed}
+    high = ledger.epsilon(delta)
+    if math.isinf(high) or not own:
+        return ""
+    if not row.get(column):
+        raise FedsimError(f"the row of round {row['round']} has no {column}.")
     histories: dict[int | None, History] = {}
-
-    def charge(entries: Sequence[Entry], to: dict[int | None, History]) -> float:
-        for entry in entries:
-            for owner in entry.owners:
-                to.setdefault(owner, History()).add(entry)
-        return costliest([*to.values()], delta).accountant.epsilon(delta)
-
-    start = 0
-    for index in sorted(ends):
-        low = high = charge(ledger.entries[start : index + 1], histories)
-        start = index + 1
-        if after[index] > start:
-            high = charge(ledger.entries[start : after[index]], histories)
-            start = after[index]
-        yield ends[index], low, high
+    for entry in ledger.entries[: own[-1] + 1]:
+        for owner in entry.owners:
+            histories.setdefault(owner, History()).add(entry)
+    low = costliest([*histories.values()], delta).accountant.epsilon(delta)
+    stated = float(row[column])
+    if not low * (1 - 1e-6) <= stated <= high * (1 + 1e-6):
+        raise FedsimError(
+            f"{column} is {stated:.6g} after round {row['round']}; by the ledger it is {low:.6g}."
+        )
+    return f", {column} {stated:.6g}"
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
