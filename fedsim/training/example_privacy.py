@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated, Literal
@@ -322,17 +322,28 @@ class ExampleReleases:
             event, through = self._due(plan, round, self._progress(client), rounds)
             groups.setdefault((event, through, size), []).append(client)
         return [
-            plans[size].entry(
-                event,
-                round=round,
-                through=through,
-                clients=tuple(clients),
-                entropy=self._entropy,
-                public={"examples": size, "steps": plans[size].releases, "rows": self._rows},
-                run=self.run,
-            )
+            self._entry(plans[size], event, round, through, clients, size)
             for (event, through, size), clients in groups.items()
         ]
+
+    def _entry(
+        self,
+        plan: ReleasePlan[Mechanism],
+        event: Event,
+        round: int,
+        through: int | None,
+        clients: Sequence[int],
+        size: int,
+    ) -> Entry:
+        return plan.entry(
+            event,
+            round=round,
+            through=through,
+            clients=tuple(clients),
+            entropy=self._entropy,
+            public={"examples": size, "steps": plan.releases, "rows": self._rows},
+            run=self.run,
+        )
 
     def _due(
         self,
@@ -354,21 +365,47 @@ class ExampleReleases:
     def charge_rest(self, rounds_done: int, rounds: int) -> None:
         """Charge each client that has released anything for the rest of so many planned rounds.
 
-        It has no effect if all rounds were charged before the first.
+        Without effect if all rounds were charged before the first. A client is charged only for
+        rounds that its budget affords: it would have released nothing in the others.
         """
-        left = rounds - rounds_done
-        clients = sorted(client for client in self.ledger.histories if client is not None)
-        clients = [
-            c
-            for c in clients
-            if self._progress(c).last_round and not self._progress(c).paid_through
+        if not self._privacy.may_stop:
+            self.ledger.record_due(partial(self._rest, rounds_done, rounds), self._budget)
+
+    def _rest(self, rounds_done: int, rounds: int) -> list[Entry]:
+        """An entry for each size of clients, and number of rounds that are not paid for yet."""
+        counts: dict[tuple[int, int, frozenset[tuple[Event, int]]], int] = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for client in sorted(client for client in self.ledger.histories if client is not None):
+            progress, size = self._progress(client), self._data.size(client)
+            done = max(rounds_done, progress.paid_through)
+            if not progress.last_round or done >= rounds:
+                continue
+            # Of clients that have spent the same, it is computed once.
+            key = size, done, frozenset(self.ledger.histories[client].counts.items())
+            if key not in counts:
+                entry_of = partial(self._rest_entry, rounds_done, size, done, [client])
+                counts[key] = self._affordable(entry_of, done, rounds)
+            if counts[key]:
+                groups.setdefault((size, done, counts[key]), []).append(client)
+        return [
+            self._rest_entry(rounds_done, size, done, clients, count)
+            for (size, done, count), clients in groups.items()
         ]
-        if self._privacy.may_stop or left <= 0 or not clients:
-            return
-        entries = self._entries(rounds_done, clients)
-        self.ledger.record(
-            *(
-                replace(e, event=e.event.single.times(e.event.count * left), through=rounds)
-                for e in entries
-            )
+
+    def _affordable(self, entry_of: Callable[[int], Entry], done: int, rounds: int) -> int:
+        """How many of the rounds ``done + 1`` to ``rounds`` a client's budget affords."""
+        budget = self._budget
+        (entry,) = self.ledger.affordable_entries(
+            lambda count: [entry_of(count)], rounds - done, budget
         )
+        if budget is not None and self.ledger.owners_over_budget(budget, [entry]):
+            return 0
+        return (entry.through or done) - done
+
+    def _rest_entry(
+        self, rounds_done: int, size: int, done: int, clients: Sequence[int], count: int
+    ) -> Entry:
+        plan = self._privacy.plan(self._work, size)
+        assert plan is not None  # without examples a client has released nothing
+        event = plan.event().further_rounds(count, done)
+        return self._entry(plan, event, rounds_done, done + count, clients, size)

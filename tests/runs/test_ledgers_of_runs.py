@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,60 @@ def test_a_budget_makes_a_plan_shorter_by_events_alone(declared, tmp_path):
     correlated = plan.replace(**{"noise.name": "blt", "stop.callbacks": True})
     with pytest.raises(FedsimError, match="the cost of rounds that are charged together"):
         fedsim.run(correlated, out=tmp_path / "c")
+
+
+def test_a_clients_budget_makes_the_rest_of_a_plan_shorter(tmp_path):
+    """All 20 rounds were charged: the run exceeded its budget, and could not be resumed."""
+    budget = {"client.noise.max-epsilon": 1.001 * cost(7)}
+    plan = OF_EXAMPLES.replace(**budget)
+    result = fedsim.run(plan, out=tmp_path / "a", callbacks=[StopAt(3)])
+    assert result.privacy.epsilon == pytest.approx(cost(7))
+    resumed = fedsim.run(plan, out=tmp_path / "a", resume=True)
+    assert (resumed.ended, resumed.rounds) == ("budget", 7)
+    assert resumed.privacy.epsilon == pytest.approx(cost(7))
+    spent = fedsim.run(plan, out=tmp_path / "b", callbacks=[StopAt(7)])
+    assert spent.privacy.epsilon == pytest.approx(cost(7))
+
+
+def test_of_clients_that_have_spent_unequally_each_is_charged_what_its_budget_affords(tmp_path):
+    sampled = {"cohort.name": "poisson", "cohort.rate": 0.5}
+    budget = {"client.noise.max-epsilon": 1.001 * cost(6)}
+    plan = OF_EXAMPLES.replace(**sampled, **budget, rounds=8)
+    fedsim.run(plan, out=tmp_path, callbacks=[StopAt(4)])
+    ledger = Ledger.read(tmp_path / "ledger-examples.jsonl")
+    made = Counter(c for e in ledger.entries if not e.through for c in e.clients or ())
+    assert len({*made.values()}) > 1
+    charged = {c: sum(history.counts.values()) for c, history in ledger.histories.items()}
+    assert charged == {client: min(count + 4, 6) for client, count in made.items()}
+
+
+@pytest.mark.parametrize("plan", [PLANNED, OF_EXAMPLES])
+def test_an_end_after_a_redrawn_round_costs_all_that_was_drawn_and_the_rest(plan, tmp_path):
+    """Its metrics were refused, since the ledger has a later round than the last row."""
+    plan = plan.replace(**SYSTEM)
+    killed(plan, tmp_path)
+    result = fedsim.run(plan, out=tmp_path, resume=True, callbacks=[StopAt(3)])
+    assert result.rounds == 3
+    assert result.privacy.epsilon == pytest.approx(cost(4 + 1 + 17))
+    assert verified(tmp_path)
+    # Of the rest, round 4 has been drawn before.
+    again = fedsim.run(plan, out=tmp_path, resume=True)
+    assert again.privacy.epsilon == pytest.approx(cost(4 + 1 + 17 + 1))
+    assert verified(tmp_path)
+
+
+@pytest.mark.parametrize("last", [5, 25])
+@pytest.mark.parametrize("entropy", ["config", "system"])
+@pytest.mark.parametrize("plan", [PLANNED, OF_EXAMPLES])
+def test_a_longer_run_that_is_ended_again_costs_all_its_rounds(plan, entropy, last, tmp_path):
+    """At example level, those beyond the first plan cost nothing, or only what was made of them."""
+    plan = plan.replace(**{"noise.entropy": entropy})
+    fedsim.run(plan, out=tmp_path, callbacks=[StopAt(3)])
+    longer = plan.replace(rounds=30)
+    result = fedsim.run(longer, out=tmp_path, resume=True, callbacks=[StopAt(last)])
+    assert (result.ended, result.rounds) == ("stopped", last)
+    assert result.privacy.epsilon == pytest.approx(cost(30))
+    assert verified(tmp_path)
 
 
 def test_private_evaluations_are_charged_with_the_plan_that_may_end(tmp_path):
