@@ -1,7 +1,8 @@
 """Cross-entropy of classes, from outputs to gradients in one pass: ``classes.c``, or numpy.
 
-Both compute the same float32 sums and products in the same order. Torch's own exponential gives
-other bits at the end of an array than in its middle, and is slow for few classes.
+Both compute the same float32 sums and products in the same order, so that a run without a compiler
+has the same bytes. Torch's own softmax adds the classes in an order that depends on the width of
+registers, and is slow for few of them.
 """
 
 from __future__ import annotations

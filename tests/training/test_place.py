@@ -11,7 +11,9 @@ from torch import nn
 from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.randomness import Randomness
 from fedsim.rows.packing import power, powers_of, sigmoid_
+from fedsim.tasks import CrossEntropy
 from fedsim.training import Trainer
+from fedsim.training.paths.losses import prepare_losses
 
 SIZES = [5, 9, 4, 12, 7]
 DTYPES = [torch.float32, torch.float64]
@@ -27,8 +29,10 @@ DTYPES = [torch.float32, torch.float64]
         (lambda v: powers_of(0.999, v), lambda v: 0.999**v),
         (lambda v: powers_of(0.0, v), lambda v: 0 * v),
         (lambda v: sigmoid_((v - 2).clone()), lambda v: 1 / (1 + np.exp(2 - v))),
+        (lambda v: torch.exp(-v), lambda v: np.exp(-v)),
+        (lambda v: torch.log(2 + v), lambda v: np.log(2 + v)),
     ],
-    ids=["power", "root", "copy", "powers", "powers-of-zero", "sigmoid"],
+    ids=["power", "root", "copy", "powers", "powers-of-zero", "sigmoid", "exp", "log"],
 )
 def test_a_part_has_the_bits_that_it_has_in_the_whole(dtype, function, expected) -> None:
     values = 4 * torch.rand(4099, generator=torch.Generator().manual_seed(1), dtype=dtype) + 1e-3
@@ -39,6 +43,21 @@ def test_a_part_has_the_bits_that_it_has_in_the_whole(dtype, function, expected)
         for start in range(0, 4099 - size, 5 * size):
             part = slice(start, start + size)
             assert torch.equal(function(values[part].clone()), whole[part])
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 17, 65])
+def test_losses_in_float64_have_the_bits_that_a_client_has_alone(classes) -> None:
+    draws = torch.Generator().manual_seed(classes)
+    outputs = 8 * torch.randn(5, 7, classes, generator=draws, dtype=torch.float64)
+    y = torch.randint(classes, (5, 7), generator=draws)
+    weight = torch.rand(5, 7, generator=draws, dtype=torch.float64)
+    gaps = torch.empty(5, 7, classes + 3, dtype=torch.float64)[..., 1 : classes + 1].copy_(outputs)
+    alone = prepare_losses(CrossEntropy(), y, weight)
+    wanted = torch.cat([alone.deltas(outputs[k : k + 1].clone(), k) for k in range(5)])
+    for block in (outputs, gaps):
+        together = prepare_losses(CrossEntropy(), y, weight)
+        assert torch.equal(together.deltas(block, 0), wanted)
+        assert torch.equal(together.values(), alone.values())
 
 
 def rows(model, algorithm, path, dtype, block_size, classes):

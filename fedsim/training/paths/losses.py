@@ -72,8 +72,8 @@ class LossesByAutograd:
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
         """Gradients of the outputs of batches from number ``first`` on."""
         # On a GPU the whole block at once: each example has a loss of its own, so that no client's
-        # gradient has another's part. On a CPU one by one: an exponential's last bit may depend on
-        # the address of its number.
+        # gradient has another's part. On a CPU one by one: the last bit of a sigmoid or a power may
+        # depend on its place in a tensor (see `fedsim.rows.packing`).
         n = len(outputs)
         runs = [slice(0, n)] if outputs.is_cuda else [slice(k, k + 1) for k in range(n)]
         copies = ((outputs[run].clone(), first + run.start) for run in runs)
