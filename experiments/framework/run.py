@@ -233,6 +233,8 @@ def run_members(
     FedsimError
         If a member is refused, or ``out`` holds files that are not an experiment's.
     """
+    if out.exists() and not out.is_dir():
+        raise FedsimError(f"--out {out} is a file; it must be a directory.")
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()) and not (out / MARKER).exists():
         raise FedsimError(
